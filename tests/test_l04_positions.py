@@ -130,7 +130,7 @@ def test_readme_quiz():
         picture.draw,
     ],
 )
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_figures_can_be_read(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

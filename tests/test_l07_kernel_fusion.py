@@ -217,7 +217,7 @@ def test_launches_command(capsys):
     "draw, path",
     [(picture.draw_passes, picture.PASSES_SVG), (picture.draw_launches, picture.LAUNCHES_SVG)],
 )
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures(draw, path):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

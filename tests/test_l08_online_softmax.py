@@ -24,7 +24,7 @@ README = plain_readme(ROOM)
 @pytest.mark.parametrize(
     "draw", [picture.draw_passes, picture.draw_butterfly, picture.draw_trees, picture.draw_overflow]
 )
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_figures_are_readable(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -28,14 +28,14 @@ def said(text):
 
 
 @pytest.mark.parametrize("draw", [pictures.draw_tiles, pictures.draw_memory])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_figures_are_readable(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
 @pytest.mark.parametrize("block_m, block_n", [(16, 128), (128, 64), (256, 16)])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_slider_of_tile_sizes(block_m, block_n):
     figure = pictures.draw_tile_size(block_m, block_n)
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -37,7 +37,7 @@ PCIE_BYTES_PER_S = 64e9  # lesson 15
 
 
 @pytest.mark.parametrize("name", ["bytes", "batch", "loses"])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_fit(name):
     figure = getattr(pictures, f"draw_{name}")()
     assert not texts_outside(figure) and not overlapping_texts(figure)

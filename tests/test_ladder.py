@@ -112,7 +112,7 @@ def test_every_rung_gives_the_same_tokens_and_the_files_are_complete(model_folde
     assert (tmp_path / "ladder.png").stat().st_size > 10_000 and (tmp_path / "ladder.svg").exists()
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_deepseek_climbs_rungs_of_its_own(tmp_path, quick):
     """A cache of latents holds 16 + 8 values a layer, one of expanded heads 4 · (16 + 8 + 12)."""
     latent = dict(
@@ -230,7 +230,7 @@ def test_a_subset_asks_as_much_of_a_rung_as_all_requests_do():
     assert subset(prompts, limits, 32) == [i for i in range(32) if limits[i]]
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_requests_for_no_token_or_without_room_for_three(model_folder, tmp_path, quick):
     """One asks for nothing, one leaves room for a single token of the 1024 that the model knows."""
     text = "a " * 1021
@@ -447,7 +447,7 @@ def elsewhere(tmp_path, *command, **environment):
     )
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
     done = elsewhere(tmp_path, "-m", "reference.ladder", "--model", "missing", "--requests", "1")
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
@@ -462,7 +462,7 @@ sys.exit(command.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_home_folders_another_folder_and_a_terminal_of_ascii(model_folder, tmp_path):
     """A model and an output folder under ~, nothing left there but the three files."""
     shutil.copytree(model_folder, tmp_path / "home/model")

@@ -326,7 +326,7 @@ def test_the_engine_of_an_event_loop():
         asyncio.run(stream("late", PROMPTS[0]))
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_the_command():
     def command(*arguments):
         return subprocess.run(

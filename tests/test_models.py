@@ -135,7 +135,7 @@ def test_a_training_goes_on_where_it_was_interrupted():
     assert all(torch.equal(a, b) for a, b in zip(itertools.islice(whole, 40, None), resumed))
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_path, monkeypatch):
     """Cut off anywhere, or asked to stop."""
 

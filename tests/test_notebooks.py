@@ -110,6 +110,7 @@ def written(folder, *sources):
     return path
 
 
+@pytest.mark.sample(1, of="long and alone")
 def test_a_notebook_that_fails_or_dawdles_is_caught(tmp_path, seconds_used):
     away = tmp_path / "elsewhere"
     away.mkdir()

@@ -256,7 +256,7 @@ def test_beams_are_searched_in_workers(tmp_path, seed):
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 @pytest.mark.parametrize("sizes", [dict(tensor_parallel_size=2), dict(data_parallel_size=2)])
 def test_the_embedded_model_in_two_workers(sizes):
     """Its text, from its own tokenizer."""
@@ -272,7 +272,7 @@ def test_the_embedded_model_in_two_workers(sizes):
     assert texts[0] == texts[1] and all(text for _, text in texts[0])
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 @pytest.mark.parametrize("after_s", [0, 1, 5])
 def test_the_command_is_interrupted(after_s):
     """Ctrl-C goes to the command and its workers alike, while they start, load or serve. The

@@ -211,7 +211,7 @@ while True:
 """
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_program_that_is_killed_leaves_no_worker(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -280,7 +280,7 @@ def test_what_a_sanitizer_is_told_to_watch(tmp_path):
 # ---------------------------------------------------------------- the run on a (pretended) GPU
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_whole_run_and_its_resumption(course, capsys):
     code, _, steps = gpu(course, capsys)
     assert code == 0 and set(steps) == {
@@ -407,7 +407,7 @@ def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
     )
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_lesson_that_hangs_is_ended_with_its_children(course, capsys, monkeypatch):
     _, _, steps = gpu(course, capsys, tool=False, lesson="02")
     monkeypatch.setitem(
@@ -449,7 +449,7 @@ sys.exit(proof.main(["gpu", "--out", "out"]))
 """
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_an_interrupted_run_ends_at_once_and_keeps_what_is_finished(course):
     hangs = "def test_hangs(proof):\n    import time; time.sleep(600)\n"
     write(course, "lessons/l02_more/test_equivalence.py", hangs)
@@ -584,7 +584,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.compiler
-@pytest.mark.sample(2, of="compiler")
+@pytest.mark.sample(1, of="compiler")
 def test_the_compiler_still_says_what_is_recorded(compiled_lesson, seed):
     """Every kernel with --all (`make test-all`), else two, each for one of its chips."""
     listed = table.kernels().items()

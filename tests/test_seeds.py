@@ -48,6 +48,7 @@ def drawn(tmp_path, monkeypatch):
     return lines
 
 
+@pytest.mark.sample(1, of="long and alone")
 def test_one_seed_one_run(drawn):
     first = drawn("7", 0, 1, 2)
     assert len(first) == 3 and drawn("7", 2, 1) < first

@@ -60,7 +60,7 @@ def adding_up() -> str:
     return program
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_submission_is_graded_as_printed(tmp_path):
     """A student who solved 14.2 and broke 14.1."""
     file, folder, grades = "l14_continuous_batching.py", tmp_path / "ada", tmp_path / "grades"

@@ -172,7 +172,7 @@ def without_triton(tmp_path):
     return run
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_the_course_loads_without_triton_and_says_what_it_cannot_run(without_triton):
     """Every room and the ladder are imported."""
     done = without_triton("-c", COURSE)
@@ -184,7 +184,7 @@ def test_the_course_loads_without_triton_and_says_what_it_cannot_run(without_tri
     assert done.stdout.rstrip().endswith("ready")
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_tests_that_need_triton_are_not_run_without_it(without_triton):
     file = "lessons/l08_online_softmax/test_equivalence.py"
     options = ("-p", "no:cacheprovider", "-k", "test_probes_with_known_answers")

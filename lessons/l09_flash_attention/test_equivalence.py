@@ -793,7 +793,7 @@ def test_cuda_compiles():
 
 
 @pytest.mark.parametrize("draw_figure", [picture.draw_tiles, picture.draw_memory])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_can_be_read(draw_figure):
     figure = draw_figure()
     assert not texts_outside(figure) and not overlapping_texts(figure)

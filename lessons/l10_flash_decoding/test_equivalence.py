@@ -690,7 +690,7 @@ def test_the_readme_quotes_the_model():
 
 
 @pytest.mark.parametrize("draw", [picture.draw, picture.draw_predicted, picture.draw_waves])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -721,7 +721,7 @@ def test_twice_the_keys_on_hopper_alone():
 
 
 @pytest.mark.compiler
-@pytest.mark.sample(2, of="compiler")
+@pytest.mark.sample(1, of="compiler")
 def test_twice_the_keys_take_two_more_products():
     """What `split_tiles` and README.md say of 128 heads on compute capability 9.0: 36 products of
     16 values for the scores of each half of a tile, because both warpgroups compute all of them,

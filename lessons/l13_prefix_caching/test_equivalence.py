@@ -244,7 +244,7 @@ def test_who_shares_nothing_decodes_as_before(seed):
 
 
 @pytest.mark.compiler
-@pytest.mark.sample(2, of="compiler")
+@pytest.mark.sample(1, of="compiler")
 def test_the_compiler_spills_nothing_and_uses_matrix_units(request, seed):
     """Two launches in any order of runs, all of them by `make test-all`: they take a minute."""
     is_all = request.config.getoption("--all")

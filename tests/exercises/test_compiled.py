@@ -31,7 +31,7 @@ def test_which_exercises_are_kernels():
 
 
 @needs_machine
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_a_transposition_asks_for_more_sectors_than_a_sum():
     said = check("0.6", "solutions")
     assert "compiled for an H100 it is right too; line " in said and "would do" in said
@@ -39,7 +39,7 @@ def test_a_transposition_asks_for_more_sectors_than_a_sum():
 
 
 @needs_machine
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_the_line_is_the_learners(tmp_path):
     """The same addition, each program reading every eighth element: as right, and eight times the
     sectors.

@@ -50,7 +50,7 @@ def mine(tmp_path):
     return write
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_learners_terminal(mine):
     """A known slip, an exception, a stub and an endless loop in one file: one message each, no
     traceback, exit code 1.
@@ -444,7 +444,7 @@ def test_fingerprint_knows_whose_code_changed(mine, monkeypatch):
     assert fingerprints(mine(("import math", "import math as"), folder="y")) == ["", ""]
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_check_runs_the_checks(mine, capsys):
     folder = mine(("math.isqrt", "1 + math.isqrt"))
     assert main(["check", "2.4", "--impl", str(folder)]) == 1
@@ -459,7 +459,7 @@ def test_check_runs_the_checks(mine, capsys):
 CRASH = "ctypes.memset(16, 1, 1)"
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_crash_is_named_and_hides_no_other_exercise(mine, capsys):
     """A write to an address of no tensor ends the process."""
     later = f"    import ctypes\n    {CRASH}\n    budget_bytes ="

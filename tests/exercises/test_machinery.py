@@ -37,7 +37,7 @@ FRESH_SEED = random.randrange(10**6)  # named in every message that depends on i
 
 
 @each_exercise
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 def test_every_wrong_answer_is_rejected_and_every_check_rejects_one(entry):
     """Of the kill matrix only what answers this: each wrong answer first meets the checks that have
     rejected nothing yet.
@@ -77,7 +77,7 @@ def test_every_check_fails_on_the_stub(entry, tmp_path):
 
 
 @each_exercise
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 def test_right_answers_pass_with_slack(entry, request):
     seeds = 20 if request.config.getoption("--all", False) else 3
     alternatives = answers_of(entry.lesson).alternatives_for(entry.id)

@@ -82,7 +82,7 @@ def prompts_at_home(args: RouterArgs) -> list[list[str]]:
             return found
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 async def test_one_of_three_is_killed(three):
     """Who had no byte of an answer gets it from another one; who had is told; all else is right."""
     args = RouterArgs(list(three), health_interval=0.2)

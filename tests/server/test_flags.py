@@ -125,7 +125,7 @@ def test_the_console_script(capfd):
     assert 'inference-ladder = "reference.server.__main__:console"' in text
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_help():
     command = [sys.executable, "-m", "reference.server", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

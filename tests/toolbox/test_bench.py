@@ -164,7 +164,7 @@ def test_quick_takes_the_small_sizes(lessons, tmp_path):
     assert record["x"] == [16, 32] and record["quick"] is True
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_a_wrong_output_is_never_timed_and_fails_the_command(scripted_clock, tmp_path, lessons):
     providers = {
         "truth": rows,
@@ -274,7 +274,7 @@ def test_a_provider_that_fails_while_it_is_timed_fails_alone():
     assert statuses(record) == {"a": ["ok"], "b": ["failed"]}
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_a_provider_out_of_memory_is_not_tried_again_at_larger_sizes(scripted_clock):
     tried = []
 
@@ -302,7 +302,7 @@ def test_when_all_together_run_out_of_memory_each_is_timed_alone(scripted_clock,
     assert "timed alone: a; b" in caption_of(record)
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_dynamo_forgets_the_sizes_before(scripted_clock, monkeypatch):
     """Else torch.compile gives up on a function after eight sizes."""
     resets = []
@@ -312,7 +312,7 @@ def test_dynamo_forgets_the_sizes_before(scripted_clock, monkeypatch):
     assert len(resets) == 2
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_resume_keeps_what_is_whole_and_of_the_same_key(scripted_clock, tmp_path):
     timed, benchmark = scripted_clock[1], build({"a": ("naive", rows)}, x_values=(4,))
 
@@ -341,7 +341,7 @@ def axis_of(record):
     return ax.get_ylabel(), list(line.get_ydata())
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_ratios_on_a_cpu_absolute_on_a_gpu_and_both_from_the_record_alone(scripted_clock):
     scripted_clock[0].update(slow=0.006, fast=0.002)
     record = measured({"slow": rows, "fast": rows}, title="{speedup:.1f}x at {x}")
@@ -392,7 +392,7 @@ def test_the_line_under_a_recorded_figure_is_one_line():
     assert not {name: line for name, line in captions.items() if len(line) > 120}
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_what_is_not_drawn_is_still_recorded(scripted_clock):
     scripted_clock[0].update(slow=0.006, fast=0.002)
     record = measured({"slow": rows, "fast": rows}, not_drawn=["slow"])
@@ -400,7 +400,7 @@ def test_what_is_not_drawn_is_still_recorded(scripted_clock):
     assert "slow" in record["series"] and "fast" in shown and "slow" not in shown
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_bandwidth_is_drawn_under_its_roof_and_a_time_below_the_floor_is_flagged(scripted_clock):
     scripted_clock[0].update(slow=2.0, fast=0.5)
     limits = {"bytes_moved": lambda n: 8e9, "floor_s": lambda n: 1.0}
@@ -414,7 +414,7 @@ def test_bandwidth_is_drawn_under_its_roof_and_a_time_below_the_floor_is_flagged
     assert "(GB/s)" in label and values == pytest.approx([4, 4])
 
 
-@pytest.mark.sample(3, of="benchmarks")
+@pytest.mark.sample(2, of="benchmarks")
 def test_a_message_that_was_not_measured_is_not_stated(scripted_clock):
     def absent(x):
         raise Unavailable("no GPU here")
@@ -492,7 +492,7 @@ def test_ctrl_c_leaves_no_half_record(lessons, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "o").iterdir()) == [] and "interrupted" in capsys.readouterr().err
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_the_module_runs_as_a_command():
     done = subprocess.run(
         [sys.executable, "-m", "lessons.toolbox.measure.bench", "99"],

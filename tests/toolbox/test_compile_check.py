@@ -320,7 +320,7 @@ def test_cuda_without_a_compiler_is_not_run(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.sample(2, of="compiler")
+@pytest.mark.sample(1, of="compiler")
 def test_cuda_compiles_for_every_chip():
     good, bad = check_cuda(CUDA, CHIPS), check_cuda(CUDA.replace("2.f", "two"), [90])
     if (good[0].error or "").startswith("not run"):

@@ -71,7 +71,7 @@ def test_your_own_choice_stays(value):
 @pytest.mark.skipif(
     device.has_gpu() or not device.has_triton(), reason="NOT RUN: needs Triton and no CUDA device"
 )
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_importing_triton_first_is_explained():
     done = python("import triton, lessons; import lessons.toolbox.kernels.triton_")
     assert "RuntimeWarning: triton was imported before lessons" in done.stderr
@@ -82,7 +82,7 @@ def test_importing_triton_first_is_explained():
     )
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_kernel_file_imports_without_triton_and_says_so_at_the_launch():
     use = "print(triton.cdiv(7, 2), triton.next_power_of_2(33))\nkernel[(1,)](None)"
     done = python("import sys; sys.modules['triton'] = None" + KERNEL + use, TRITON_INTERPRET="1")
@@ -95,7 +95,7 @@ def test_kernel_file_imports_without_triton_and_says_so_at_the_launch():
 
 
 @pytest.mark.skipif(not device.has_triton(), reason="NOT RUN: needs Triton")
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_kernel_file_runs_mended_in_the_interpreter():
     code = (
         KERNEL + "import torch; out = torch.zeros(8, dtype=torch.bfloat16)\n"

@@ -28,7 +28,7 @@ from tests.toolbox.film_kernels import (
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="NOT RUN: kernels are compiled here"),
-    pytest.mark.sample(2, of="compiled code"),
+    pytest.mark.sample(1, of="compiled code"),
 ]
 HERE = "tests.toolbox.film_kernels"
 

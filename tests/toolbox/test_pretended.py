@@ -36,7 +36,7 @@ def test_the_pretended_device():
     assert not rehearsing(), "only that process pretends"
 
 
-@pytest.mark.sample(5, of="processes")
+@pytest.mark.sample(3, of="processes")
 def test_a_planted_device_bug_is_found(tmp_path):
     """A test that forgets `device=` passes on a CPU, and not on a GPU."""
     (tmp_path / "test_planted.py").write_text(

@@ -43,7 +43,7 @@ def profile(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_a_copy_with_gaps_beside_one_without(tmp_path):
     """Lesson 0: every eighth float needs a sector for each, and the line is named."""
     done = profile("00", "--compare", "gaps", "--out", str(tmp_path))
@@ -66,7 +66,7 @@ def test_a_copy_with_gaps_beside_one_without(tmp_path):
     }
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_a_kernel_of_ones_own(tmp_path):
     """A transposition through registers: its stores are a row apart, or its loads do."""
     file = tmp_path / "mine.py"
@@ -104,7 +104,7 @@ extern "C" __global__ void copy(const float* x, float* out) {
 
 
 @pytest.mark.cuda_cpp
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_cuda_c_plus_plus_is_profiled_too(tmp_path):
     """With its own source's lines and the assembler's registers, and without a predicted time."""
     (tmp_path / "copy.cu").write_text(CUDA_SOURCE)
@@ -119,6 +119,7 @@ def test_cuda_c_plus_plus_is_profiled_too(tmp_path):
     assert {line["file"] for line in kernel["lines"]} == {"copy.cu"}
 
 
+@pytest.mark.sample(1, of="long and alone")
 def test_a_file_may_be_called_like_a_module(tmp_path):
     """profile.py, copy.py or random.py: what Python itself imports by that name is still its
     own.
@@ -240,7 +241,7 @@ SAY = {
 
 
 @pytest.mark.parametrize("lesson, beside", SAY)
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_what_the_lessons_say(lesson, beside, tmp_path):
     done = profile(lesson, "--compare", beside, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

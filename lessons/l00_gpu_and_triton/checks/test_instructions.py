@@ -54,7 +54,7 @@ def whole(values):
     return np.broadcast_to(values, 32).tolist()
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_the_registers_are_those_of_the_warp(found):
     """Lane i is thread i; program 1 begins at element 128, and its mask ends at element 150."""
     last = found[LAST]
@@ -73,7 +73,7 @@ def test_the_registers_are_those_of_the_warp(found):
     assert values[22:].tolist() == [0] * 10, "a lane that is off keeps `other`"
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_addresses_and_sectors(found):
     """4 bytes from lane to lane: 4 sectors; 32 bytes: 32. The store has no gaps in either."""
     for name, distance, sectors in ((NEIGHBOURS, 1, 4), (GAPS, 8, 32), (YOURS, 1, 4)):
@@ -91,7 +91,7 @@ def test_addresses_and_sectors(found):
 
 @needs_compiler
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_the_sectors_of_the_prediction_are_the_counted_ones(itemsize):
     """Every distance and size that the picture of gaps is drawn for, and the text's and the
     quiz's.
@@ -141,7 +141,7 @@ def test_floats_of_shared_memory_are_read_as_floats(summed):
     assert store.read[value].view(np.float32)[:16].tolist() == [32.0 * lane for lane in range(16)]
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_every_instruction_has_words_that_name_its_registers(found):
     for recording in found.values():
         for one in recording.steps:
@@ -151,7 +151,7 @@ def test_every_instruction_has_words_that_name_its_registers(found):
                 assert register in words, words
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_steps_are_readable(found, summed):
     figures = [draw_still(found), draw_banks(summed)]
     asking = [at for at, one in enumerate(summed.steps) if one.request]

@@ -84,14 +84,14 @@ def test_tf32_of_step_9():
 
 
 @pytest.mark.parametrize("draw", [pictures.draw_gpu, pictures.draw_gaps])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_are_readable(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: the film is drawn beside the interpreter")
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_the_film_of_the_readme():
     """4 warps hold the 16 elements, 2 sectors: each asks for both. Of the store only one warp
     does.
@@ -149,14 +149,14 @@ def test_a_puzzle_is_drawn_as_it_stands_in_the_file(tmp_path, capsys):
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
 @pytest.mark.parametrize("exercise_id", ["0.2", "0.4", "0.6", "0.9"])
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_a_puzzles_picture_is_readable(exercise_id):
     figure = show(exercise_id, impl="solutions")
     assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: addresses are seen in the interpreter")
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_a_learners_file_is_compiled_as_it_stands(tmp_path, capsys):
     """Solved, then of a type that only the interpreter accepts: one line, and the interpreter's
     film.

@@ -219,7 +219,7 @@ def test_activation_bytes_by_hand():
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_are_legible(name):
     figure = pictures.PICTURES[name][0]()
     assert not texts_outside(figure) and not overlapping_texts(figure)

@@ -28,7 +28,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_can_be_read(name):
     figure = PICTURES[name]()
     assert not texts_outside(figure) and not overlapping_texts(figure)

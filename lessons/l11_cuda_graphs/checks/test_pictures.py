@@ -126,7 +126,7 @@ def test_the_predictions_of_the_readme():
 
 
 @pytest.mark.parametrize("draw", [pictures.draw, pictures.draw_launch_cost])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_fit(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

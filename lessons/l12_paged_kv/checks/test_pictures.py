@@ -30,7 +30,7 @@ DRAW = [
 
 
 @pytest.mark.parametrize("draw", DRAW)
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_fit(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -104,7 +104,7 @@ def test_the_excerpts_stand_in_the_sources():
         assert any(code in source for source in sources), code
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_each_program_loads_its_own_rows_once():
     if not interpreting():
         pytest.skip("NOT RUN: the film is compared beside the interpreter")

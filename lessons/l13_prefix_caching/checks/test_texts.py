@@ -60,7 +60,7 @@ def test_five_ways_to_ask_four_questions(seed):
 
 
 @pytest.mark.parametrize("draw", [pictures.draw, pictures.draw_rates, pictures.draw_cascade])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_are_legible(draw):
     figure = draw()
     assert not texts_outside(figure) and not overlapping_texts(figure)

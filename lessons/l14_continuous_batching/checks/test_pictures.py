@@ -87,7 +87,7 @@ def test_the_recorded_steps_have_a_cost():
 # ---------------------------------------------------------------- what the text says
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_numbers_of_the_readme(monkeypatch):
     monkeypatch.setattr(figures, "DRAWS", 15)
     assert figures.job_gain() == pytest.approx(1.36, abs=0.05) and "1.36×" in README
@@ -96,7 +96,7 @@ def test_the_numbers_of_the_readme(monkeypatch):
     assert continuous == pytest.approx(0.10, abs=0.03) and "10 %" in README
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_table_of_the_readme():
     """Offline against online, as the schedulers give it with the predicted cost."""
     found = figures.offline_against_online()
@@ -140,7 +140,7 @@ def test_waves_reach_a_third_of_the_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("long, share_long", [(200, 0.05), (10, 0.5), (1000, 0.01)])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_slider_draws_the_formula(long, share_long):
     figure = figures.draw_gain_by_places(long, share_long)
     assert not texts_outside(figure) and not overlapping_texts(figure)
@@ -152,7 +152,7 @@ def test_a_text_film_shows_idle_places():
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_are_drawn_whole(name, monkeypatch):
     """With fewer requests than the committed ones, to save time."""
     monkeypatch.setattr(pictures, "REQUESTS", 640)

@@ -44,7 +44,7 @@ def test_the_predictions_of_the_readme(budget):
     assert f"| {label} | {steps} | {long_ttft_s(log):.2f} | {worst_ms:.0f} |" in README
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pools_and_the_swap_of_the_readme():
     for name, way in two_pools().items():
         label = name.replace("together", "both do both").replace("apart, ", "apart, over ")
@@ -62,14 +62,14 @@ def test_the_pools_and_the_swap_of_the_readme():
     assert f"both take {whole_s:.3f} s" in README
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_a_larger_budget_trades_next_tokens_for_first_ones():
     points = trade_off((512, 2048, 8192))
     firsts, gaps = [first for _, first, _ in points], [gap for *_, gap in points]
     assert firsts == sorted(firsts, reverse=True) and gaps == sorted(gaps)
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_few_steps_have_more_than_4096_tokens_to_run():
     """So the budget of 8192 changes little in the trade-off."""
     tokens = [
@@ -120,7 +120,7 @@ def test_the_last_chunk_of_a_prompt_ends_as_the_whole_prompt_does(seed):
 
 
 @pytest.mark.parametrize("name", ["spike", "trade_off"])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_fit_their_frame(name):
     from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 

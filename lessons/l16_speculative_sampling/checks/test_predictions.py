@@ -128,7 +128,7 @@ def test_the_excerpts_of_the_readme_are_the_code():
 
 
 @pytest.mark.parametrize("name", ["rule", "speed", "batches"])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_fit_their_frame(name):
     from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 

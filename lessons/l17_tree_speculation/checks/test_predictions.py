@@ -101,7 +101,7 @@ def test_the_excerpts_of_the_readme_are_the_code():
 
 
 @pytest.mark.parametrize("name", ["mask", "typical", "nodes"])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_fit_their_frame(name):
     figure = getattr(pictures, f"draw_{name}")()
     assert not texts_outside(figure) and not overlapping_texts(figure)

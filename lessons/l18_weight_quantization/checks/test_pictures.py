@@ -21,7 +21,7 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
     ],
     ids=["formats", "grids", "feedback", "floor", "floor of an A100", "pareto"],
 )
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_fit(draw):
     if draw is pictures.draw_pareto and not FILE.exists():
         pytest.skip("NOT RUN: results/counted/l18_quality.json is not recorded")

@@ -17,7 +17,7 @@ NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 b
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("kernel", ["_decode_", "_prefill_", "quantize_", "w8a8_"])
-@pytest.mark.sample(2, of="compiler")
+@pytest.mark.sample(1, of="compiler")
 def test_every_configuration_compiles(kernel):
     """No spills, tensor cores, and loads of 16 bytes, although a number has 8 or 4 bits."""
     for report in reports_of(KERNELS, kernel):

@@ -39,7 +39,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", ["page", "fit", "loses", "outliers", "quality"])
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_pictures_fit(name):
     figure = getattr(pictures, f"draw_{name}")()
     assert not texts_outside(figure) and not overlapping_texts(figure)

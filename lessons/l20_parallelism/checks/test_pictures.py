@@ -12,7 +12,7 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_are_drawn_whole(name):
     draw, alt = pictures.PICTURES[name]
     figure = draw()

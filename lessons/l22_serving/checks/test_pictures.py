@@ -17,7 +17,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_pictures_are_drawn_whole(name, monkeypatch):
     """With fewer requests than the committed ones, to save time."""
     for module in (experiments, pictures):
@@ -28,7 +28,7 @@ def test_pictures_are_drawn_whole(name, monkeypatch):
     assert alt in (pictures.HERE / f"{name}.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.sample(8, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_the_capacity_is_what_full_places_answer():
     """A step of 16 places takes about 12 ms, so an answer of 64 tokens about 0.8 s; and its
     prompt's 512 tokens take some 15 ms of each row's time.

@@ -42,7 +42,7 @@ def run_compiled(chip: int, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 @pytest.mark.parametrize("chip, file, chosen", CASES, ids=lambda x: str(x).rpartition("/")[2])
 def test_a_lesson_on_compiled_code(chip, file, chosen):
     run_compiled(chip, file, "-k", chosen)

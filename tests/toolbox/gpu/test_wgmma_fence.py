@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.sample(2, of="compiled code")
+@pytest.mark.sample(1, of="compiled code")
 def test_a_missing_fence_is_found(seed):
     """Triton emits them itself, so each one is deleted from the compiled code. Where a thread has
     written no register of the product since the fence before, none is missed.
