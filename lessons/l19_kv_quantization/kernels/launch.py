@@ -16,7 +16,7 @@ from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.kernels import codes
 from lessons.l19_kv_quantization.kernels.decode import codes_decode_kernel
 from lessons.toolbox.kernels.triton_ import tl, triton
-from lessons.toolbox.measure.device import interpreting
+from lessons.toolbox.measure.device import interpreting, rehearsing
 
 IN_TRITON = {"fp8": codes.e4m3_codes, "int8": codes.int8_codes, "int4": codes.int4_codes}
 IN_PTX = {"fp8": codes.e4m3_ptx, "int8": codes.int8_ptx, "int4": codes.int4_ptx}
@@ -30,7 +30,8 @@ def unpack_for(name: str, parts: int, bits: int, device: torch.device) -> Callab
     if name == "fp8" and not has_e4m3(device):
         return codes.e4m3_bits
     # a pretended GPU has a chip and interprets
-    in_ptx = chip_of(device) is not None and not interpreting() and parts * bits == 16
+    runs = chip_of(device) is not None and not (interpreting() or rehearsing())
+    in_ptx = runs and parts * bits == 16
     return (IN_PTX if in_ptx else IN_TRITON)[name]
 
 
