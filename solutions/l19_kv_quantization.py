@@ -223,6 +223,7 @@ def int4_decode(
         v_cache,
         out,
         lse,
+        None,
         context_lens,
         block_table,
         k_scales,

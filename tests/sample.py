@@ -3,8 +3,8 @@
 A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew for each version, so
 a few versions meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one
 such group, wherever they are. Of a lesson's test that says nothing, OF_A_LESSON cases run, because
-kernels are interpreted there, which is slow. Without the option every case runs: when a file is tried alone, when
-a proof is recorded, and in `make test-all`.
+kernels are interpreted there, which is slow. Without the option every case runs: when a file is
+tried alone, when a proof is recorded, and in `make test-all`.
 """
 
 import random

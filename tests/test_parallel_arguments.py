@@ -4,7 +4,6 @@ worker holds; and the interfaces that users know.
 
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import signal
@@ -26,13 +25,11 @@ from lessons.l20_parallelism.shards.sharding import local_config
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, BeamSearchParams, SamplingParams
-from reference.engine.assembly import new_engine
 from reference.engine.cache_memory import bytes_per_token
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.engine import devices_for
 from reference.parallel.replicas import SLACK, Router
 from tests.parallel_cases import (
-    FAMILIES,
     answers,
     assert_all_gone,
     parallel_engine,
@@ -60,15 +57,17 @@ TINY = str(REPOSITORY / "models/tiny")
         (dict(data_parallel_size="2"), "data_parallel_size: got '2'"),
         (dict(enable_expert_parallel=True, tensor_parallel_size=2), "which has no experts"),
         (dict(distributed_executor_backend="uni"), "got 'uni'; accepted: None, mp, ray"),
-        (dict(tensor_parallel_size=2, enable_lora=True), "enable_lora: got True; accepted: False"),
         (
             dict(
                 data_parallel_size=2,
-                speculative_config=dict(method="ngram", num_speculative_tokens=2),
+                speculative_config=dict(
+                    method="eagle", model="models/tiny-eagle", num_speculative_tokens=2
+                ),
             ),
             "accepted: None where the model is in other processes",
         ),
-        (dict(tensor_parallel_size=2, quantization="int8"), "None where a model is cut into parts"),
+        (dict(tensor_parallel_size=2, batch_invariant=True), "batch_invariant: got True"),
+        (dict(pipeline_parallel_size=2, model=f"{TINY}-vision"), "a model that reads text alone"),
         (dict(tensor_parallel_size=2, max_model_len=4096), "max_model_len: got 4096"),
         (dict(pipeline_parallel_size=2, model="no/such"), "unknown model 'no/such'"),
         (dict(data_parallel_size=2, tokenizer="no/such"), "unknown model 'no/such'"),
@@ -82,13 +81,6 @@ def test_arguments_that_cannot_work_start_no_process(arguments, said, monkeypatc
     with pytest.raises(ValueError) as error:
         LLM(**dict(model=TINY, device="cpu") | arguments)
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_checkpoint_that_is_quantized_is_not_cut(tmp_path):
-    config = FAMILIES["llama"] | dict(quantization_config=dict(quant_method="gptq", bits=4))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="weights that are not quantized, where a model is cut"):
-        new_engine(small_args(str(tmp_path), tensor_parallel_size=2))
 
 
 def test_each_worker_needs_a_gpu(monkeypatch):

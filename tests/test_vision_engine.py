@@ -10,7 +10,6 @@ import torch
 
 from lessons.l12_paged_kv.runner import step_batch
 from reference.engine.sampling_params import SamplingParams
-from reference.features.beam_search import BeamSearch, BeamSearchParams
 from reference.vision.pictures import Picture
 from reference.vision.prompt import Placed
 from reference.vision.sight import FeatureCache, PictureNames
@@ -247,15 +246,6 @@ def test_the_number_of_pictures_is_checked_before_one_is_read():
     engine = new_seeing_engine(limit_mm_per_prompt="image=1")
     with pytest.raises(ValueError, match="got 2 pictures; accepted: at most 1"):
         engine.add_request("a", seen([IMAGE, IMAGE], b"no picture", b"no picture"), greedy(1))
-
-
-def test_a_beam_search_and_a_draft_see_nothing_and_say_so():
-    engine = new_seeing_engine()
-    with pytest.raises(ValueError, match=r"multi_modal_data: .*beam search"):
-        BeamSearch(engine, BeamSearchParams(2, 4)).new_search(a_prompt(a_picture()))
-    with pytest.raises(ValueError, match="speculative_config"):
-        ngram = {"method": "ngram", "num_speculative_tokens": 2}
-        new_seeing_engine(speculative_config=ngram)
 
 
 def test_a_model_that_reads_text_alone_says_so():

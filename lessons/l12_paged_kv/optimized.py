@@ -45,8 +45,8 @@ def paged_decode(
     block_table: [B, max_blocks] int32; entries after a sequence's last block are not read.
     context_lens: [B] int32 or int64, tokens with the query's own; 0 gives zeros. num_splits,
     split_size, max_context_len: as in lesson 10's `flash_decode`. row_of: `contiguous_row` for a
-    cache in which sequence b owns block b. items: lesson 10's `work_items` of these lengths and this
-    window, instead of one number of splits for all. float32 inside. Raises ValueError.
+    cache in which sequence b owns block b. items: lesson 10's `work_items` of these lengths and
+    this window, instead of one number of splits for all. float32 inside. Raises ValueError.
     """
     check_decode(q, k_cache, v_cache, block_table, context_lens, window)
     if items is not None:

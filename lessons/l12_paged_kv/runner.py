@@ -19,7 +19,6 @@ from lessons.l03_kv_cache.batch import Batch, new_batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
-from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, pays_by_length, sms_of
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
 
@@ -85,8 +84,10 @@ def step_batch(pool: KVPool, chunks: list[tuple[list[int], int]], tables: list[l
 
 def by_length(pool: KVPool, context_lens: list[int]) -> bool:
     """Whether a step of single queries with these contexts is decoded by a list of splits."""
-    num_kv_heads, slots = pool.k_slots.shape[-2], sms_of(pool.k_slots.device) * PROGRAMS_PER_SM
-    return pays_by_length(context_lens, num_kv_heads, slots)
+    from lessons.l10_flash_decoding import splits  # here, because a CPU splits nothing
+
+    slots = splits.sms_of(pool.k_slots.device) * splits.PROGRAMS_PER_SM
+    return splits.pays_by_length(context_lens, pool.k_slots.shape[-2], slots)
 
 
 def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:

@@ -68,7 +68,7 @@ def with_adapter_slots(
     max_lora_rank: int,
     add_lora: AddLora | None = None,
 ) -> Decoder:
-    """A twin of `model` with a LoRALinear for each linear layer of attention and MLP, but NOT_ALONE;
+    """A twin of `model` with a LoRALinear for each linear layer of attention and MLP but NOT_ALONE;
     everything else is shared. max_loras: slots. add_lora: None for what fits the device. Raises
     ValueError.
     """

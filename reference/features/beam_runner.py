@@ -1,4 +1,4 @@
-"""What runs the beams of a search: their blocks, pictures and adapters, over the engine's runner."""
+"""What runs the beams of a search: blocks, pictures and adapters, over the engine's runner."""
 
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate

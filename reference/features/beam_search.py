@@ -236,7 +236,7 @@ class BeamSearch:
         return self.params.beam_width * self.blocks.blocks_for(longest)
 
     def next_group(self, waiting: list[Search]) -> list[Search]:
-        """The first of those who wait: as many as have blocks, places and adapter slots together."""
+        """The first of those that wait: as many as have blocks, places and adapter slots."""
         group, blocks, adapters = [], 0, set()
         places = self.engine.scheduler.max_num_seqs // self.params.beam_width
         for search in waiting[:places]:

@@ -110,7 +110,8 @@ def cell(row: str, column: str, reasons: list[str]) -> str:
 def table() -> str:
     """All groups against all, in Markdown, with the reasons below."""
     groups, reasons = list(GROUPS), []
-    lines = ["| |" + "|".join(f" {group} " for group in groups) + "|", "|---" * (1 + len(groups)) + "|"]
+    lines = ["| |" + "|".join(f" {group} " for group in groups) + "|"]
+    lines.append("|---" * (1 + len(groups)) + "|")
     for at, row in enumerate(groups):
         cells = [cell(row, column, reasons) for column in groups[: at + 1]]
         cells += [""] * (len(groups) - at - 1)

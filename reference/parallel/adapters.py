@@ -1,4 +1,4 @@
-"""Adapters where the model is in workers: which is in which slot is decided in the engine's process,
+"""Adapters where the model is in workers: which is in which slot the engine's process decides,
 and each worker keeps its part of the matrices.
 
 A matrix of the base that is cut by rows has B cut by rows. One that is cut by columns has A cut by

@@ -3,8 +3,8 @@ whom, and which keys a program has.
 
 Each is a small Triton function that is handed to a kernel as a `tl.constexpr`. The compiler puts
 its lines into the kernel, so a hook costs nothing at run time, and there is one body to read, to
-prove and to tune. This lesson has two functions for ROW_OF, SEES and SPLIT_OF each. Lesson 17 (a tree of
-tokens) and lesson 19 (a cache of 8 or 4 bits) bring others.
+prove and to tune. This lesson has two functions for ROW_OF, SEES and SPLIT_OF each. Lesson 17 (a
+tree of tokens) and lesson 19 (a cache of 8 or 4 bits) bring others.
 
     ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key is
     LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K

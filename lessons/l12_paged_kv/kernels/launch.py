@@ -96,24 +96,17 @@ def launch_decode(
     """`paged_decode` without its checks, for any way to store numbers. Returns out: [B, Hq, Dv] and
     lse: [B, Hq] float32.
     """
-    (num_sequences, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    (_, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     v_head_dim = stored.v_head_dim or v_cache.shape[3]
     group = num_heads // num_kv_heads
     size = sizes_of(group, head_dim, v_head_dim, has_matrix_units(q))
     if items is None:
         how = window, num_splits, split_size, max_context_len
         num_splits = splits_for(q, k_cache, block_table, size["BLOCK_N"], *how)
-        # Partial results stay in float32; a single split is the result.
-        dtype = q.dtype if num_splits == 1 else torch.float32
-        partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
-        grid = num_kv_heads, num_splits, num_sequences
-    else:
-        # Any number of places for each sequence, so a head's are in one row: [1, Hq, I, Dv].
-        places = len(items.items)
-        partial_out, partial_lse = empty_partials(q[:1], places, v_head_dim, torch.float32)
-        grid = num_kv_heads, places, 1
+    partial_out, partial_lse = room_for(q, num_splits, v_head_dim, items)
     if partial_out.numel():
-        decode_kernel[grid](
+        sequences, _, places, _ = partial_out.shape
+        decode_kernel[num_kv_heads, places, sequences](
             q,
             k_cache,
             v_cache,
@@ -149,6 +142,19 @@ def launch_decode(
     if num_splits == 1:
         return partial_out[:, :, 0], partial_lse[:, :, 0]
     return combine(partial_out, partial_lse, q.dtype)
+
+
+def room_for(
+    q: Tensor, num_splits: int | None, v_head_dim: int, items: WorkItems | None
+) -> tuple[Tensor, Tensor]:
+    """Room for what the programs of a launch find: partial_out: [B, Hq, S, Dv], partial_lse: [B,
+    Hq, S]. q: [B, Hq, D]. Of a list any number of places may be a sequence's, so B is 1 there.
+    """
+    if items is not None:
+        return empty_partials(q[:1], len(items.items), v_head_dim, torch.float32)
+    # Partial results stay in float32; a single split is the result.
+    dtype = q.dtype if num_splits == 1 else torch.float32
+    return empty_partials(q, num_splits, v_head_dim, dtype)
 
 
 def splits_for(

@@ -1,8 +1,8 @@
 """Decode by lesson 10's list of splits by length: the list, made once a step, and the merge, which
 reads each sequence's own range of partial results.
 
-Sources: Ye et al. 2025, FlashInfer, section 3.3; FlashAttention-3, hopper/flash_prepare_scheduler.cu
-and flash_fwd_combine_kernel.h.
+Sources: Ye et al. 2025, FlashInfer, section 3.3; FlashAttention-3,
+hopper/flash_prepare_scheduler.cu and flash_fwd_combine_kernel.h.
 """
 
 import torch
