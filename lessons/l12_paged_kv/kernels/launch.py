@@ -105,8 +105,7 @@ def launch_decode(
         num_splits = splits_for(q, k_cache, block_table, size["BLOCK_N"], *how)
     partial_out, partial_lse = room_for(q, num_splits, v_head_dim, items)
     if partial_out.numel():
-        sequences, _, places, _ = partial_out.shape
-        decode_kernel[num_kv_heads, places, sequences](
+        decode_kernel[num_kv_heads, partial_out.shape[2], len(partial_out)](
             q,
             k_cache,
             v_cache,
