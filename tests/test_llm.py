@@ -53,6 +53,32 @@ def test_one_prompt_token_ids_and_a_list_are_the_same(llm):
     assert texts(llm.generate(prompt_token_ids=[ids], sampling_params=GREEDY, use_tqdm=False))
 
 
+def test_no_prompts_get_no_answers(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_chat_by_a_template_that_the_caller_brings(llm):
+    """In the call, or of the whole object; what the template is given; and what it refuses."""
+    template = "{{ tone }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    talk = [{"role": "user", "content": "def f("}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with_tone = {"chat_template_kwargs": {"tone": "# "}, "use_tqdm": False}
+    (told,) = llm.chat(talk, params, chat_template=template, **with_tone)
+    ids = llm.get_tokenizer().backend_tokenizer.encode("# def f(", add_special_tokens=False).ids
+    assert told.prompt_token_ids == ids
+    for wrong, said in (
+        (dict(chat_template="{{ raise_exception('no') }}"), "messages: no; accepted"),
+        (dict(continue_final_message=True), "continue_final_message: got True; accepted: False"),
+    ):
+        with pytest.raises(ValueError) as error:
+            llm.chat(talk, params, **wrong)
+        assert said in str(error.value) and "\n" not in str(error.value)
+    for wrong, name in ((dict(chat_template="no/such/file"), "chat_template"),
+                        (dict(max_logprobs=-2), "max_logprobs")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}: got"):
+            LLM(MODEL, **wrong)
+
+
 def test_a_stop_string_ends_the_text_and_may_be_kept(llm):
     whole = texts(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))[0]
     stop = whole[3:6]
@@ -170,7 +196,6 @@ class Failing:
         (dict(prompts=["a", []]), "prompts[1]: prompt: got []"),
         (dict(prompts="a " * 5000), "prompts[0]: prompt: got 5002 tokens; accepted: at most 2047"),
         (dict(prompts=None), "prompts: got None"),
-        (dict(prompts=[]), "prompts: got []"),
         (dict(prompts=5), "prompts: got 5"),
         (dict(prompts="a", prompt_token_ids=[[1]]), "prompts, prompt_token_ids: got ('a', [[1]])"),
         (dict(prompts="a", sampling_params={"n": 1}), "sampling_params: got {'n': 1}; accepted"),

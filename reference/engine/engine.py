@@ -112,7 +112,9 @@ class Engine:
             refuse("priority", priority, "a whole number")
         text, ids, pictures = self.read_prompt(prompt)
         self.prompts.check_tokens(
-            logit_bias=params.logit_bias or (), stop_token_ids=params.stop_token_ids
+            logit_bias=params.logit_bias or (),
+            stop_token_ids=params.stop_token_ids,
+            allowed_token_ids=params.allowed_token_ids or (),
         )
         adapter = self.take_adapter(lora_request)
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
@@ -138,10 +140,11 @@ class Engine:
         params, config = request.params, self.runner.model.config
         room = self.max_model_len - len(request.prompt_token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        eos = () if params.ignore_eos else config.eos_token_ids
-        sequences = []
+        sequences, bans = [], self.prompts.bans(params)
         for index, row in enumerate(params.rows(self.seeds)):
-            stops = frozenset((*params.stop_token_ids, *eos))
+            # min_tokens also keeps away an end-of-sequence token that would not end the answer
+            late = frozenset((*params.stop_token_ids, *config.eos_token_ids))
+            stops = frozenset(params.stop_token_ids) if params.ignore_eos else late
             constraint = None
             if params.structure is not None:
                 constraint = self.structures.constraint(params.structure, stops)
@@ -153,6 +156,7 @@ class Engine:
                     max_new_tokens=limit,
                     sampling=row,
                     stop_token_ids=stops,
+                    late_token_ids=late,
                     params=params,
                     request=request,
                     adapter=request.adapter,
@@ -160,10 +164,11 @@ class Engine:
                     index=index,
                     priority=priority,
                     bias=bias_of(params, self.runner.model.device),
+                    bans=bans,
                     detokenizer=new_detokenizer(self.tokenizer, request.prompt_token_ids, params),
                     constraint=constraint,
                     places=1 if index else params.drawn,
-                    reuses_prefix=params.prompt_logprobs is None,
+                    reuses_prefix=params.reads_prefix_cache,
                 )
             )
         return sequences
@@ -293,4 +298,4 @@ class Engine:
         if any(one.sequence.params.prompt_logprobs is not None for one in step.chunks):
             from reference.features.prompt_scores import score_prompts
 
-            score_prompts(self.runner, step, hidden)
+            score_prompts(self.runner, self.tokenizer, step, hidden)

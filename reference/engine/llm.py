@@ -7,11 +7,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.arguments import is_whole, one_line, refuse
 from reference.engine.assembly import new_engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.outputs import RequestOutput
@@ -24,9 +25,24 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model that answers lists of prompts. The arguments are EngineArgs', vLLM's names."""
+    """A model that answers lists of prompts. The arguments are EngineArgs', vLLM's names.
 
-    def __init__(self, model: str = "models/tiny", **arguments):
+    max_logprobs: log-probabilities that a request may ask for at each place; -1: no limit.
+    chat_template: of `chat`, as text or as a file; None: the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        model: str = "models/tiny",
+        *,
+        max_logprobs: int = 20,
+        chat_template: str | Path | None = None,
+        **arguments,
+    ):
+        if not is_whole(max_logprobs, -1):
+            refuse("max_logprobs", max_logprobs, "a whole number, 0 or more, or -1 for no limit")
+        self.max_logprobs = max_logprobs
+        self.chat_template = read_template(chat_template)
         self.args = EngineArgs.read(model=model, **arguments)
         self.engine = new_engine(self.args)
         self.counter = itertools.count()
@@ -58,6 +74,8 @@ class LLM:
             refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
         prompts = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
         params = one_each("sampling_params", sampling_params, len(prompts))
+        for wishes in params:
+            self.check_logprobs(wishes)
         priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
         adapters = one_each("lora_request", lora_request, len(prompts))
         ids, requests = [str(next(self.counter)) for _ in prompts], []
@@ -70,6 +88,15 @@ class LLM:
             raise ValueError(f"prompts[{len(requests)}]: {error}") from None
         self.run(requests, use_tqdm)
         return [request.output() for request in requests]
+
+    def check_logprobs(self, params: SamplingParams | None) -> None:
+        """Raise ValueError for more log-probabilities than a request may ask for."""
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name, None)
+            if count is not None and self.max_logprobs != -1:
+                fits = 0 <= count <= self.max_logprobs
+                if not fits:
+                    refuse(name, count, f"0 to max_logprobs ({self.max_logprobs})")
 
     def run(self, requests: list[EngineRequest], use_tqdm: bool) -> None:
         """Step until these requests have ended; Ctrl-C, or a step that raises, ends them sooner."""
@@ -136,34 +163,78 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        priority: list[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations by the tokenizer's own template. lora_request: as in generate.
-        Raises ValueError without a template.
+        """Answer conversations. chat_template: a text; None: that of this object, or the
+        tokenizer's. continue_final_message: go on with the last message, which needs
+        add_generation_prompt=False. tools, chat_template_kwargs: what the template is given. The
+        others: as in generate. Raises ValueError without a template, and for one that fails.
         """
         if not isinstance(messages, (list, tuple)) or not messages:
             refuse("messages", messages, "a conversation, or a list of them")
+        if add_generation_prompt and continue_final_message:
+            refuse("continue_final_message", True, "False with add_generation_prompt")
         tokenizer = self.engine.tokenizer
-        if not tokenizer.chat_template:
-            raise ValueError("messages: this tokenizer has no chat template; accepted: generate()")
+        template = chat_template or self.chat_template or tokenizer.chat_template
+        if not template:
+            raise ValueError(
+                "messages: this tokenizer has no chat template; accepted: generate(), or a "
+                "chat_template"
+            )
         many = messages if isinstance(messages[0], list) else [messages]
         prompts = [
-            tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
-            for m in many
+            rendered(
+                tokenizer,
+                conversation,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in many
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts, sampling_params, None, use_tqdm, priority, lora_request=lora_request
+        )
 
 
 # ---------------------------------------------------------------- what callers give, and Ctrl-C
 
 
 def as_list(prompts) -> list:
-    """One prompt, or a list of them. Raises ValueError for nothing."""
+    """One prompt, or a list of them, which may be empty. Raises ValueError for anything else."""
     is_list = isinstance(prompts, (list, tuple))
     if isinstance(prompts, (str, dict)) or (is_list and prompts and type(prompts[0]) is int):
         return [prompts]
-    if not is_list or not prompts:
+    if not is_list:
         refuse("prompts", prompts, "a prompt, or a list of them")
     return list(prompts)
+
+
+def read_template(template: str | Path | None) -> str | None:
+    """A chat template that may be in a file. Raises ValueError for a name that is no file."""
+    if template is None or (isinstance(template, str) and ("{" in template or "\n" in template)):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, TypeError, UnicodeDecodeError):
+        refuse("chat_template", template, "a template, or a file that holds one")
+
+
+def rendered(tokenizer, messages: list[dict], **how) -> list[int]:
+    """A conversation as token ids. Raises ValueError, in one line, if the template fails."""
+    from jinja2 import TemplateError  # here: few requests need it
+
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **how)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ValueError(one_line(f"messages: {error}; accepted: what the template can")) from None
 
 
 def one_each(name: str, value, count: int) -> list:

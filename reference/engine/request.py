@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what only some requests have is imported where they ask for
     from lessons.l21_multi_lora.peft.adapters import Adapter
     from lessons.l21_multi_lora.slots import LoRARequest
     from lessons.l22_serving.fair import Ticket
+    from reference.features.bans import Bans
     from reference.features.structured import Constraint
     from reference.vision.prompt import Placed
     from reference.vision.sight import Sight
@@ -36,6 +37,8 @@ class EngineSequence(Sequence):
     index: int = 0  # among the answers to its prompt
     priority: int = 0
     bias: tuple[Tensor, Tensor] | None = None  # logit_bias: token ids, values
+    late_token_ids: frozenset[int] = frozenset()  # none of them before min_tokens
+    bans: Bans | None = None  # allowed_token_ids, bad_words
     detokenizer: Detokenizer | None = None
     constraint: Constraint | None = None  # structured_outputs: what it may still say
     # While it speculates: how many of its tokens, the last ones, are drafted or places for drafted
@@ -71,6 +74,8 @@ class EngineSequence(Sequence):
         if self.constraint is not None:
             self.constraint.take(token)
         if logprobs is not None:
+            if self.detokenizer is not None:
+                logprobs = self.detokenizer.named(logprobs, self.output[:-1])
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
         is_late = len(self.output) >= self.params.min_tokens
@@ -82,7 +87,8 @@ class EngineSequence(Sequence):
             self.stop_reason = token if token in self.params.stop_token_ids else None
         if self.detokenizer is not None:
             is_cut = is_stop and not self.params.include_stop_str_in_output
-            may_stop = len(self.output) >= self.params.min_tokens
+            # later than a stop token: a string counts that ends after min_tokens, as in vLLM
+            may_stop = len(self.output) > self.params.min_tokens
             stop = self.detokenizer.append(token, is_last_special=is_cut, may_stop=may_stop)
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
@@ -104,7 +110,7 @@ class EngineSequence(Sequence):
             text,
             list(self.output),
             self.cumulative_logprob if self.wants_logprobs else None,
-            list(self.logprobs) if with_logprobs else None,
+            reported(list(self.logprobs), self.params) if with_logprobs else None,
             self.finish_reason,
             self.stop_reason,
         )
@@ -170,11 +176,20 @@ class EngineRequest:
             self.prompt_token_ids,
             completions,
             self.finished,
-            self.prompt_logprobs,
+            self.prompt_logprobs and reported(self.prompt_logprobs, self.params),
             self.num_cached_tokens,
             self.metrics,
             self.lora_request,
         )
+
+
+def reported(logprobs: list[Logprobs | None], params: SamplingParams):
+    """Log-probabilities in the form that a request asks for."""
+    if params.flat_logprobs:
+        from reference.features.token_texts import FlatLogprobs  # here: few requests ask for it
+
+        return FlatLogprobs.of(logprobs)
+    return logprobs
 
 
 def mean_logprob(sequence: EngineSequence) -> float:

@@ -5,7 +5,7 @@ lesson 2's sampler for a batch, by way of lesson 14's; it is imported with the f
 On a GPU that sampler is its kernels, on a CPU its PyTorch operations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,18 +91,26 @@ def constrained(logits: Tensor, wanted: list) -> list[bool]:
 
 
 def adjust(
-    logits: Tensor, row: int, sequence: EngineSequence, ahead: int = 0, must_end: bool = False
+    logits: Tensor,
+    row: int,
+    sequence: EngineSequence,
+    ahead: Sequence[int] = (),
+    must_end: bool = False,
 ) -> None:
-    """logit_bias and min_tokens of one row, in place. logits: [B, V]. ahead: drafted tokens that
-    stand between the sequence's output and this row. must_end: nothing else is allowed.
+    """What a request asks of the logits of one row, in place: logit_bias, allowed_token_ids,
+    bad_words, min_tokens. logits: [B, V]. ahead: drafted tokens between the sequence's output and
+    this row. must_end: nothing else is allowed.
     """
     if sequence.bias is not None:
         tokens, values = sequence.bias
         logits[row, tokens] += values.to(logits.dtype)
-    so_far = len(sequence.output) + ahead
+    so_far = len(sequence.output) + len(ahead)
     is_early = so_far < sequence.params.min_tokens and not must_end
-    if is_early and sequence.stop_token_ids:
-        logits[row, list(sequence.stop_token_ids)] = -torch.inf
+    barred = list(sequence.late_token_ids) if is_early else []
+    if sequence.bans is not None:
+        sequence.bans.apply(logits[row], [*sequence.output, *ahead], barred)
+    elif barred:
+        logits[row, barred] = -torch.inf
 
 
 def logprobs_of(
@@ -126,9 +134,10 @@ def logprobs_of(
 
 
 def top_logprobs(logprobs: Tensor, tokens: list[int], count: int) -> list[Logprobs]:
-    """Of each row the `count` likeliest tokens, and the one of `tokens`. logprobs: [B, V]."""
+    """Of each row the one of `tokens`, and the `count` likeliest, or all for -1. logprobs: [B, V]."""
     chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
-    best = logprobs.topk(min(count, logprobs.shape[1]))
+    vocab_size = logprobs.shape[1]
+    best = logprobs.topk(vocab_size if count == -1 else min(count, vocab_size))
     values = logprobs.gather(1, chosen)
     ranks = 1 + (logprobs > values).sum(1, keepdim=True)
     # One copy for all, because the CPU waits for each; float64 holds what float32 and ids hold.
@@ -136,7 +145,8 @@ def top_logprobs(logprobs: Tensor, tokens: list[int], count: int) -> list[Logpro
     found = []
     for token, (value, rank, *tops) in zip(tokens, torch.cat(parts, dim=1).tolist()):
         pairs = zip(tops[: len(tops) // 2], tops[len(tops) // 2 :])
-        here = {int(id): Logprob(top, place) for place, (top, id) in enumerate(pairs, 1)}
-        here.setdefault(token, Logprob(value, int(rank)))
+        here = {token: Logprob(value, int(rank))}  # the first of them, as in vLLM
+        for place, (top, id) in enumerate(pairs, 1):
+            here[int(id)] = Logprob(top, place)
         found.append(here)
     return found

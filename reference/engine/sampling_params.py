@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Of lesson 2: how one token is drawn.
 DRAWN_BY = tuple(field.name for field in fields(RowParams))
+SWITCHES = ("include_stop_str_in_output", "detokenize", "skip_special_tokens", "flat_logprobs")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,11 @@ class SamplingParams:
 
     n: answers to the prompt, each with its own random numbers. best_of: draw so many, and keep the
     n likeliest by their mean log-probability. logprobs, prompt_logprobs: how many of the likeliest
-    tokens to report at each place, beside the one that stands there. structured_outputs: which
+    tokens to report at each place, beside the one that is there; -1: all of the vocabulary.
+    flat_logprobs: report them as FlatLogprobs. seed: None or -1 for a fresh one.
+
+    allowed_token_ids: no other token is sampled. bad_words: no answer completes one of these, as
+    its tokens write it; where no other token is left, it gives way. structured_outputs: which
     texts are answers; guided_decoding is its older name. A dict of the fields will do.
     """
 
@@ -44,23 +49,32 @@ class SamplingParams:
     min_tokens: int = 0  # before them neither an end-of-sequence token nor a stop counts
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    skip_reading_prefix_cache: bool | None = None  # None: only where prompt_logprobs needs it
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | dict | None = None
     guided_decoding: StructuredOutputsParams | dict | None = None
 
     def __post_init__(self):
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             value = (value,) if isinstance(value, str) else () if value is None else value
             check_kind((list, tuple, set, frozenset), "None, or a list", **{name: value})
             object.__setattr__(self, name, tuple(value))
-        is_text = all(isinstance(stop, str) and stop for stop in self.stop)
-        self._require("stop", is_text, "strings, none empty")
+        for name in ("stop", "bad_words"):
+            is_text = all(isinstance(text, str) and text for text in getattr(self, name))
+            self._require(name, is_text, "strings, none empty")
+        if self.seed == -1:  # as clients say None
+            object.__setattr__(self, "seed", None)
         check_counts(self, "n")
         check_counts(self, "best_of", "max_tokens", optional=True)
-        check_counts(self, "logprobs", "prompt_logprobs", low=0, optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            fits = getattr(self, name) is None or is_whole(getattr(self, name), -1)
+            self._require(name, fits, "None, or a whole number, 0 or more, or -1 for all tokens")
         check_counts(self, "min_tokens", low=0)
         if self.best_of is not None:
             self._require("best_of", self.best_of >= self.n, f"n ({self.n}) or more")
@@ -69,11 +83,17 @@ class SamplingParams:
             self._require("min_tokens", self.min_tokens <= self.max_tokens, most)
         if self.drawn > 1 and self.temperature == 0:
             self._require("n", False, "1 with temperature 0, because all answers would be equal")
-        for name in ("include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+        for name in SWITCHES:
             check_kind(bool, "True or False", **{name: getattr(self, name)})
+        check_kind(
+            (bool, type(None)),
+            "None, True or False",
+            skip_reading_prefix_cache=self.skip_reading_prefix_cache,
+        )
         if self.stop and not self.detokenize:
             self._require("stop", False, "none with detokenize=False, because text is searched")
         self._check_bias()
+        self._read_allowed()
         self._read_structured()
         # what a row is drawn by was checked by lesson 2
         RowParams(**{name: getattr(self, name) for name in DRAWN_BY})
@@ -85,6 +105,17 @@ class SamplingParams:
         for token, value in bias.items():
             fits = is_whole(token, 0) and is_number(value, -100, 100)
             self._require("logit_bias", fits, accepted)
+
+    def _read_allowed(self) -> None:
+        if (allowed := self.allowed_token_ids) is None:
+            return
+        fits = isinstance(allowed, (list, tuple, set, frozenset)) and len(allowed) > 0
+        fits = fits and all(is_whole(token, 0) for token in allowed)
+        self._require("allowed_token_ids", fits, "None, or a list of token ids, one at least")
+        object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
+        # because the two may have no token in common, and then the answer cannot go on
+        is_alone = self.structured_outputs is None and self.guided_decoding is None
+        self._require("allowed_token_ids", is_alone, "None with structured_outputs")
 
     def _read_structured(self) -> None:
         if self.structured_outputs is None and self.guided_decoding is None:
@@ -115,6 +146,13 @@ class SamplingParams:
     def drawn(self) -> int:
         """How many answers are computed."""
         return self.best_of or self.n
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether blocks of the prompt that are known need not run again."""
+        if self.skip_reading_prefix_cache is None:
+            return self.prompt_logprobs is None
+        return not self.skip_reading_prefix_cache
 
     @property
     def wants_logprobs(self) -> bool:

@@ -16,6 +16,8 @@ from reference.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from reference.engine.model_runner import ModelRunner
+    from reference.engine.outputs import Logprobs
+    from reference.features.bans import Bans
 
 
 # ---------------------------------------------------------------- in
@@ -86,6 +88,16 @@ class Prompts:
                 if token >= self.vocab_size:
                     refuse(name, token, f"token ids below {self.vocab_size}")
 
+    def bans(self, params: SamplingParams) -> Bans | None:
+        """Which tokens a request's answers may not have; None: it says nothing of that. Raises
+        ValueError.
+        """
+        if params.allowed_token_ids is None and not params.bad_words:
+            return None
+        from reference.features.bans import new_bans  # here: few requests ask for it
+
+        return new_bans(params, self.tokenizer, self.vocab_size, self.runner.model.device)
+
 
 # ---------------------------------------------------------------- out
 
@@ -109,7 +121,12 @@ class Detokenizer:
         self.include_stop = include_stop
         self.skip_special = skip_special
         # It begins with the prompt's end, because a decoder drops the space before a first word.
-        self.stream = DecodeStream(ids=prompt[-4:], skip_special_tokens=skip_special)
+        # Not with one that ends amid a character, because the stream would hold it back and then
+        # give it as the answer's.
+        begin = prompt[-4:]
+        if tokenizer.decode(begin).endswith("\ufffd"):
+            begin = []
+        self.stream = DecodeStream(ids=begin, skip_special_tokens=skip_special)
         self.token_ids: list[int] = []
         self.text = ""
 
@@ -139,9 +156,19 @@ class Detokenizer:
                 found.append((at, stop))
         if not found:
             return None
-        at, stop = min(found)
+        # The first to end, because one token at a time would have found it first; of equal ones
+        # the first in the request.
+        at, stop = min(found, key=lambda pair: pair[0] + len(pair[1]))
         self.text = self.text[: at + len(stop) * self.include_stop]
         return stop
+
+    def named(self, here: Logprobs, before: list[int]) -> Logprobs:
+        """Log-probabilities of one place with the texts of their tokens. before: the answer's
+        tokens up to there.
+        """
+        from reference.features.token_texts import named  # here: few requests ask for them
+
+        return named(self.tokenizer, here, before)
 
     def finish(self) -> None:
         """The answer has ended: bytes that never became a character show as U+FFFD."""

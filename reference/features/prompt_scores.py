@@ -6,13 +6,14 @@ from lessons.l14_continuous_batching.sequence import Step
 from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ends
 from reference.engine.sampler import top_logprobs
+from reference.features.token_texts import named
 
 MOST_ROWS = 256  # scored at a time: a long prompt's logits would take more memory than is left
 
 
-def score_prompts(runner: ModelRunner, step: Step, hidden: Tensor) -> None:
+def score_prompts(runner: ModelRunner, tokenizer, step: Step, hidden: Tensor) -> None:
     """Give each request of a step the log-probabilities that it asks for. hidden: [T,
-    hidden_size].
+    hidden_size]. tokenizer: names their tokens; None: they have no names.
     """
     for last, chunk in ends(step):
         request, first = chunk.sequence.request, chunk.sequence.computed
@@ -28,4 +29,8 @@ def score_prompts(runner: ModelRunner, step: Step, hidden: Tensor) -> None:
             some = targets[at : at + MOST_ROWS]
             rows = list(range(start + at, start + at + len(some)))
             logprobs = runner.logits(hidden, rows).float().log_softmax(-1)
-            request.prompt_logprobs += top_logprobs(logprobs, some, wanted)
+            for here in top_logprobs(logprobs, some, wanted):
+                if tokenizer is not None and request.params.detokenize:
+                    before = request.prompt_token_ids[1 : len(request.prompt_logprobs)]
+                    here = named(tokenizer, here, before)
+                request.prompt_logprobs.append(here)

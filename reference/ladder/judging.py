@@ -57,13 +57,16 @@ def first_difference(tokens: list[int], wanted: list[int]) -> int:
 
 
 def best_two(model: Decoder, tokens: list[int]) -> tuple[set[int], float]:
-    """The two best next tokens after `tokens`, and how far apart their logits are, recomputed
-    without any cache.
-    """
+    """The two best next tokens after `tokens`, and how far apart their logits are."""
+    best = logits_after(model, tokens).topk(2)
+    return set(best.indices.tolist()), float(best.values[0] - best.values[1])
+
+
+def logits_after(model: Decoder, tokens: list[int]) -> torch.Tensor:
+    """What may follow `tokens`, recomputed without any cache: [V]."""
     ids = torch.tensor(tokens, device=model.device)
     hidden = model(ids, whole_sequence(model, len(tokens), attention_per_head))
-    best = model.logits(hidden[-1:]).topk(2)
-    return set(best.indices[0].tolist()), float(best.values[0, 0] - best.values[0, 1])
+    return model.logits(hidden[-1:])[0]
 
 
 def weight_bytes(model: Decoder) -> int:

@@ -256,7 +256,7 @@ def adjust_rows(logits: Tensor, rows: list[Row]) -> None:
     wanted = [each and each.row(row.ahead) for each, row in zip(constraints, rows)]
     must_end = apply_constraints(logits, wanted)
     for at, row in enumerate(rows):
-        adjust(logits, at, row.sequence, len(row.ahead), must_end[at])
+        adjust(logits, at, row.sequence, row.ahead, must_end[at])
 
 
 def logprobs_of(
