@@ -119,7 +119,7 @@ def test_every_field_is_honoured_or_refused(ours, module, name, more):
         ("completions", dict(logit_bias={"1": 101}), "logit_bias: got {1: 101.0}"),
         ("completions", dict(best_of=2, stream=True), "best_of: got 2; accepted: n (1) with"),
         ("completions", dict(stream_options={}), "stream_options: got"),
-        ("completions", dict(seed=-1), "seed: got -1"),
+        ("completions", dict(seed=-2), "seed: got -2"),
         ("completions", dict(use_beam_search=True), "use_beam_search: got True; accepted: False"),
         ("completions", dict(response_format={"type": "xml"}), "response_format.type: got 'xml'"),
         ("chat/completions", dict(messages=[]), "messages: got []"),
