@@ -3,11 +3,15 @@ counts, and what log-probabilities say of each.
 """
 
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from reference import LLM, SamplingParams
-from reference.features.bans import spellings
+from reference.engine.sampler import adjust
+from reference.engine.text import Detokenizer
+from reference.features.bans import Bans, spellings
 from reference.features.token_texts import text_of
 from tests.test_llm import MODEL
 
@@ -79,6 +83,21 @@ def test_only_the_last_token_of_a_bad_word_is_banned(llm):
     assert met
 
 
+@pytest.mark.parametrize(
+    "output, ahead, banned",
+    [([], [], [5]), ([1], [], [2, 5]), ([2], [], [5]), ([1], [3], [5]), ([2], [1], [2, 5]),
+     ([1, 3], [], [5]), ([1], [3, 1], [2, 5]), ([0, 1], [3], [4, 5])],
+)  # fmt: skip
+def test_a_ban_reads_the_output_and_the_drafted_tokens(output, ahead, banned):
+    bans = Bans(None, [[1, 2], [0, 1, 3, 4], [5]])
+    sequence = SimpleNamespace(
+        bias=None, output=output, params=SamplingParams(), late_token_ids=frozenset(), bans=bans
+    )
+    logits = torch.zeros(1, 8)
+    adjust(logits, 0, sequence, ahead)
+    assert logits[0].isinf().nonzero()[:, 0].tolist() == banned
+
+
 def test_where_nothing_else_is_left_a_ban_gives_way(llm):
     """Else the step would have no token, and all its requests would end."""
     for answer in answers(llm, allowed_token_ids=[EOS], min_tokens=3):
@@ -107,12 +126,15 @@ def test_a_stop_string_counts_if_it_ends_after_min_tokens(llm):
 
 def test_of_stop_strings_the_first_to_end_counts(llm):
     """Also where a longer one began before it, and in the request's order where both end there."""
-    plain = answers(llm)[0].text
-    short, long = plain[4:6], plain[3:9]
-    found = answers(llm, stop=[long, short])[0]
-    assert found.stop_reason == short and found.text == plain[: plain.index(short)]
-    tail = plain[3:6]
-    assert answers(llm, stop=[tail, short])[0].stop_reason == tail
+    tokenizer = llm.get_tokenizer()
+    (token,) = tokenizer.backend_tokenizer.encode("return", add_special_tokens=False).ids
+    for stops, said, text in (
+        (("eturn", "tu"), "tu", "re"),
+        (("tu", "etu"), "tu", "re"),
+        (("etu", "tu"), "etu", "r"),
+    ):
+        detokenizer = Detokenizer(tokenizer, [199], stops)
+        assert detokenizer.append(token) == said and detokenizer.text == text
 
 
 def test_log_probabilities_name_their_tokens(llm):
