@@ -13,6 +13,7 @@ from reference.engine.sampler import adjust
 from reference.engine.text import Detokenizer
 from reference.features.bans import Bans, spellings
 from reference.features.token_texts import text_of
+from reference.speculation.verification import adjust_rows
 from tests.test_llm import MODEL
 
 PROMPTS = ["def quicksort(", "import os\n", "class Stack:\n"]
@@ -90,12 +91,31 @@ def test_only_the_last_token_of_a_bad_word_is_banned(llm):
 )  # fmt: skip
 def test_a_ban_reads_the_output_and_the_drafted_tokens(output, ahead, banned):
     bans = Bans(None, [[1, 2], [0, 1, 3, 4], [5]])
-    sequence = SimpleNamespace(
-        bias=None, output=output, params=SamplingParams(), late_token_ids=frozenset(), bans=bans
-    )
+    sequence = new_sequence(output, bans=bans)
     logits = torch.zeros(1, 8)
     adjust(logits, 0, sequence, ahead)
     assert logits[0].isinf().nonzero()[:, 0].tolist() == banned
+
+
+def new_sequence(output: list[int], bans: Bans | None = None, **wishes) -> SimpleNamespace:
+    """As much of one as `adjust` reads. Token 7 ends a text."""
+    params = SamplingParams(**wishes)
+    return SimpleNamespace(
+        bias=None, output=output, params=params, late_token_ids={7}, bans=bans, constraint=None
+    )
+
+
+def test_each_row_of_drafts_reads_its_own():
+    """A ban and the least length look at the drafts before a row, and at no others."""
+    rows = [
+        SimpleNamespace(sequence=new_sequence(output, **wishes), ahead=ahead)
+        for wishes in ({"bans": Bans(None, [[1, 2], [3, 1, 4]])}, {"min_tokens": 4})
+        for output, ahead in (([3], []), ([3], [1]), ([3], [1, 0]), ([3], [1, 0, 1]))
+    ]
+    logits = torch.zeros(len(rows), 8)
+    adjust_rows(logits, rows)
+    found = [row.isinf().nonzero()[:, 0].tolist() for row in logits]
+    assert found == [[], [2, 4], [], [2], [7], [7], [7], []]
 
 
 def test_where_nothing_else_is_left_a_ban_gives_way(llm):

@@ -2,6 +2,8 @@
 `pytest tests/test_vllm_peer.py --all`. LADDER_SEED=… draws the same requests again.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from reference import LLM
 from reference.bench.peers.differences import DIFFERENCES, Difference, table
 from reference.bench.peers.differential import (
+    CLOSE,
     FAITHFUL,
     PYTHON,
     Judge,
@@ -55,21 +58,23 @@ def test_every_field_of_the_answers_is_vllms(theirs, llm, judge, batch):
     assert not wrong, "\n".join(wrong)
 
 
-def differ(one: Difference, mine: dict, other: dict) -> bool:
+def differ(one: Difference, mine: dict, other: dict, judge: Judge) -> bool:
     """Whether the field that a row of DIFFERENCES names differs."""
     if one.field == "error" or "error" in mine or "error" in other:
         return one.field == "error" and ("error" in mine) != ("error" in other)
-    first, second = (answer["outputs"][0][one.field] for answer in (mine, other))
-    if one.field == "logprobs":
-        return bool(compare_places(one.field, first, second))
-    return first != second
+    first, second = (answer["outputs"][0] for answer in (mine, other))
+    if one.field != "logprobs":
+        return first[one.field] != second[one.field]
+    prompt = mine["prompt_token_ids"]
+    text = [*prompt, *first["token_ids"]]
+    return bool(compare_places("logprobs", first, second, text, len(prompt), judge))
 
 
 @pytest.mark.parametrize("one", DIFFERENCES, ids=lambda one: one.what)
-def test_every_known_difference_is_still_there(theirs, llm, one):
+def test_every_known_difference_is_still_there(theirs, llm, judge, one):
     """Else its row has to go."""
     (mine,), (other,) = ours(llm, [one.request]), theirs([one.request])
-    assert differ(one, mine, other), (mine, other)
+    assert differ(one, mine, other, judge), (mine, other)
 
 
 @pytest.mark.parametrize("one", DIFFERENCES, ids=lambda one: one.what)
@@ -135,8 +140,52 @@ def test_tokens_closer_than_rounding_are_a_tie_and_others_are_not(llm, judge):
     assert ids[0] == first
 
 
-def test_values_that_are_closer_than_rounding_may_change_places():
-    places = [[[5, -1.0, 1, "a"], [6, -1.0001, 2, "b"]]]
-    swapped = [[[6, -1.0001, 1, "b"], [5, -1.0, 2, "a"]]]
-    assert not compare_places("logprobs", places, swapped)
-    assert compare_places("logprobs", places, [[[7, -1.2, 1, "c"], [6, -1.0001, 2, "b"]]])
+@pytest.fixture(scope="module")
+def likely(llm) -> tuple[list[int], list]:
+    """(PLAIN's prompt, the 20 likeliest tokens after it)."""
+    (mine,) = ours(llm, [PLAIN | {"params": PLAIN["params"] | {"logprobs": 20}}])
+    return mine["prompt_token_ids"], mine["outputs"][0]["logprobs"][0]
+
+
+def test_ranks_differ_by_as_many_tokens_as_are_that_close_and_by_no_more(likely, judge):
+    prompt, here = likely
+    gaps = [a[1] - b[1] for a, b in itertools.pairwise(here)]
+    far = next(at for at in range(19) if min(gaps[max(at - 1, 0)], gaps[at]) > 2 * CLOSE)
+    other = [list(entry) for entry in here]
+    other[far][2] += 1
+    compared = ({"x": [here]}, {"x": [other]}, prompt, len(prompt))
+    assert compare_places("x", *compared, judge)
+
+    class Even(Judge):
+        """All tokens of the list are within rounding."""
+
+        def may_have(self, tokens, token, logprob, rank):
+            assert tokens == prompt
+            return rank <= 20
+
+    assert not compare_places("x", *compared, Even(judge.model))
+
+
+def test_entries_change_places_only_where_the_model_finds_them_tied(likely, judge):
+    prompt, here = likely
+    # a list that names another token with the same number is wrong although its numbers are close
+    other = [[7, *here[0][1:3], "c"], *here[1:]]
+    assert here[0][0] != 7
+    assert compare_places("x", {"x": [here]}, {"x": [other]}, prompt, len(prompt), judge)
+    assert not compare_places("x", {"x": [here]}, {"x": [here]}, prompt, len(prompt), judge)
+
+
+def test_the_places_before_a_tie_are_compared(llm, judge):
+    (mine,), (other,) = ours(llm, [PLAIN]), ours(llm, [PLAIN])
+
+    class Tied(Judge):
+        def is_tie(self, *_):
+            return True
+
+    other["outputs"][0]["token_ids"][3] = 7
+    other["outputs"][0]["logprobs"][4].pop()  # after the tie: another text
+    tied = Tied(judge.model)
+    assert compare(PLAIN, mine, other, tied) == ([], True)
+    other["outputs"][0]["logprobs"][2].pop()
+    wrong, met_tie = compare(PLAIN, mine, other, tied)
+    assert met_tie and len(wrong) == 1 and wrong[0].startswith("logprobs[2]")

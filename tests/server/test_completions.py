@@ -115,6 +115,10 @@ def test_best_of_stop_and_bias(live):
     forced = live.service.tokens.encode("prompt", " x", special=False)[-1]
     biased = live.post("/v1/completions", GREEDY | dict(logit_bias={str(forced): 100})).json()
     assert biased["choices"][0]["text"] == live.service.tokens.text_of(forced) * 12
+    alone = live.post("/v1/completions", GREEDY | dict(allowed_token_ids=[forced])).json()
+    assert alone["choices"][0]["text"] == biased["choices"][0]["text"]
+    banned = live.post("/v1/completions", GREEDY | dict(bad_words=[text.split()[0]])).json()
+    assert text.split()[0] not in banned["choices"][0]["text"]
 
 
 def test_adapters_answer_to_their_names(live):

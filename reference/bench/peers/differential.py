@@ -128,7 +128,7 @@ def places(logprobs) -> list | None:
 
 
 class Judge:
-    """Which tokens are as good as tied. model: in float64."""
+    """What is true of a model's next token, as far as float32 can know. model: in float64."""
 
     def __init__(self, model: Decoder):
         self.model = model
@@ -144,6 +144,17 @@ class Judge:
         first, second = penalize(logits, row, prompt, output)[pair].tolist()
         return abs(first - second) < CLOSE
 
+    @torch.inference_mode()
+    def may_have(self, tokens: list[int], token: int, logprob: float, rank: int) -> bool:
+        """Whether these may be the log-probability and the rank of `token` after `tokens`: among
+        tokens within CLOSE of each other the order is free.
+        """
+        logprobs = logits_after(self.model, tokens).log_softmax(-1)
+        true = logprobs[token].item()
+        first = 1 + (logprobs > true + CLOSE).sum().item()
+        last = (logprobs > true - CLOSE).sum().item()
+        return abs(true - logprob) < CLOSE and first <= rank <= last
+
 
 def compare(request: dict, mine: dict, theirs: dict, judge: Judge) -> tuple[list[str], bool]:
     """(what differs, each in a line; whether a tie was met)."""
@@ -154,23 +165,35 @@ def compare(request: dict, mine: dict, theirs: dict, judge: Judge) -> tuple[list
     for name in ("prompt", "prompt_token_ids", "finished"):
         if mine[name] != theirs[name]:
             wrong.append(f"{name}: {mine[name]!r} | {theirs[name]!r}")
-    wrong += compare_places("prompt_logprobs", mine["prompt_logprobs"], theirs["prompt_logprobs"])
+    prompt = mine["prompt_token_ids"]
+    wrong += compare_places("prompt_logprobs", mine, theirs, prompt, 0, judge)
     if len(mine["outputs"]) != len(theirs["outputs"]):
         wrong.append(f"outputs: {len(mine['outputs'])} | {len(theirs['outputs'])}")
     for one, other in zip(mine["outputs"], theirs["outputs"]):
         a, b = one["token_ids"], other["token_ids"]
         parted = next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), None)
-        if parted is not None:
-            pair = [a[parted], b[parted]]
-            if judge.is_tie(request, mine["prompt_token_ids"], a[:parted], pair):
-                met_tie = True
-                continue
-        wrong += compare_answers(request, one, other)
+        is_tie = parted is not None and judge.is_tie(
+            request, prompt, a[:parted], [a[parted], b[parted]]
+        )
+        met_tie |= is_tie
+        if is_tie:
+            one, other = until(one, parted), until(other, parted)
+        else:
+            wrong += compare_ends(one, other)
+        if request["params"].get("structured_outputs") is None:  # see DIFFERENCES
+            wrong += [] if is_tie else compare_sums(one, other)
+            wrong += compare_places("logprobs", one, other, [*prompt, *a], len(prompt), judge)
     return wrong, met_tie
 
 
-def compare_answers(request: dict, one: dict, other: dict) -> list[str]:
-    """What differs between two answers without a tie."""
+def until(answer: dict, end: int) -> dict:
+    """An answer's log-probabilities of its first `end` tokens."""
+    logprobs = answer["logprobs"]
+    return {"logprobs": None if logprobs is None else logprobs[:end]}
+
+
+def compare_ends(one: dict, other: dict) -> list[str]:
+    """What differs between two answers without a tie, apart from log-probabilities."""
     wrong = []
     for name in ("index", "token_ids", "text", "finish_reason", "stop_reason"):
         mine = one[name]
@@ -178,16 +201,23 @@ def compare_answers(request: dict, one: dict, other: dict) -> list[str]:
             mine = mine[: len(other[name])] + mine[len(other[name]) :].rstrip("\ufffd")
         if mine != other[name]:
             wrong.append(f"{name}: {one[name]!r} | {other[name]!r}")
-    if request["params"].get("structured_outputs") is not None:
-        return wrong  # see DIFFERENCES: vLLM's log-probabilities are those after the mask
+    return wrong
+
+
+def compare_sums(one: dict, other: dict) -> list[str]:
+    """The same of the log-probability of the whole answers."""
     sums = one["cumulative_logprob"], other["cumulative_logprob"]
-    if not are_close(*sums, CLOSE * max(1, len(one["token_ids"]))):
-        wrong.append(f"cumulative_logprob: {sums[0]} | {sums[1]}")
-    return wrong + compare_places("logprobs", one["logprobs"], other["logprobs"])
+    is_close = are_close(*sums, CLOSE * max(1, len(one["token_ids"])))
+    return [] if is_close else [f"cumulative_logprob: {sums[0]} | {sums[1]}"]
 
 
-def compare_places(name: str, mine: list | None, theirs: list | None) -> list[str]:
-    """What differs between log-probabilities. Tokens closer than CLOSE may change places."""
+def compare_places(
+    name: str, one: dict, other: dict, tokens: list[int], begin: int, judge: Judge
+) -> list[str]:
+    """What differs between the log-probabilities `name` of two answers. tokens: their text, of
+    which the first `begin` come before the first place.
+    """
+    mine, theirs = one[name], other[name]
     if mine is None or theirs is None:
         return [] if mine is theirs else [f"{name}: {mine} | {theirs}"]
     if len(mine) != len(theirs):
@@ -196,23 +226,21 @@ def compare_places(name: str, mine: list | None, theirs: list | None) -> list[st
     for at, (here, there) in enumerate(zip(mine, theirs)):
         if len(here) != len(there):
             wrong.append(f"{name}[{at}]: {here} | {there}")
-        for one, other in zip(here, there):
-            is_same = one[0] == other[0] and one[3] == other[3] and are_ranks(one[2], other[2])
-            if not are_close(one[1], other[1]) or not (is_same or is_tied(one, here)):
-                wrong.append(f"{name}[{at}]: {one} | {other}")
+        for a, b in zip(here, there):
+            if not are_the_same(a, b, tokens[: begin + at], judge):
+                wrong.append(f"{name}[{at}]: {a} | {b}")
     return wrong
 
 
-def are_ranks(one: int, other: int) -> bool:
-    """Whether two ranks are equal, or deep: far down a vocabulary many tokens are within rounding
-    of each other.
+def are_the_same(one: list, other: list, tokens: list[int], judge: Judge) -> bool:
+    """Whether two entries, [token, logprob, rank, text], say the same of the place after `tokens`,
+    or name two tokens that are as good as tied.
     """
-    return one == other or abs(one - other) <= max(one, other) // 50
-
-
-def is_tied(entry: list, entries: list[list]) -> bool:
-    """Whether another of the entries has nearly the same log-probability."""
-    return any(are_close(entry[1], one[1]) for one in entries if one[0] != entry[0])
+    if not are_close(one[1], other[1]) or (one[0] == other[0] and one[3] != other[3]):
+        return False
+    if (one[0], one[2]) == (other[0], other[2]):
+        return True
+    return all(judge.may_have(tokens, *entry[:3]) for entry in (one, other))
 
 
 def are_close(one: float | None, other: float | None, close: float = CLOSE) -> bool:

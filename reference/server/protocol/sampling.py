@@ -16,8 +16,6 @@ REFUSED = {
     ),
     "length_penalty": Refusal("it ranks beams", (1.0, 1)),
     "spaces_between_special_tokens": Refusal("tokens are joined as they are", (True,)),
-    "allowed_token_ids": Refusal("the sampler has no list of allowed tokens; logit_bias is near"),
-    "bad_words": Refusal("the sampler bans no words; logit_bias is near", ([],)),
     "cache_salt": Refusal("the prefix cache has no salts"),
     "kv_transfer_params": Refusal("no cache is handed over"),
     "logits_processors": Refusal("no code of a client is run", ([],)),
@@ -90,6 +88,8 @@ class SamplingFields(Wire):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = Field(default=None, max_length=1024)
     prompt_logprobs: int | None = Field(default=None, ge=0)
     truncate_prompt_tokens: int | None = Field(
         default=None,
