@@ -157,17 +157,16 @@ class KVPool:
         ops, config = self.ops, self.config
         has_rules = config.has_score_rules
         read = ops.decode if batch.max_seqlen_q == 1 else ops.prefill
+        all_k, all_v = (self.blocks(x)[:, first_block:] for x in (self.k_slots, self.v_slots))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - self.layers.start
             k_slots, v_slots = self.k_slots[index], self.v_slots[index]
             q = ops.write(q, k, v, k_slots, v_slots, batch, self.cos_sin_cache_of(layer))
             self.written_bytes += k.nbytes + v.nbytes
-            k_cache = self.blocks(k_slots)[first_block:]
-            v_cache = self.blocks(v_slots)[first_block:]
             window = config.sliding_window(layer)
             rules = dict(sinks=self.sinks[layer]) if has_rules else {}
-            return read(q, k_cache, v_cache, batch, config.softmax_scale, window, **rules)
+            return read(q, all_k[index], all_v[index], batch, config.softmax_scale, window, **rules)
 
         return attend
 

@@ -132,6 +132,7 @@ def run_layers(layers: Sequence[nn.Module], last_norm, x: Tensor, attend: Attend
     A layer's output is not added when the layer ends, but when the next norm begins. So n layers
     have 2n junctions, and each is one launch.
     """
+    layers = list(layers)  # because a slice of a ModuleList is a new module
     residual, normed = x, layers[0].input_layernorm(x)
     next_norms = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms)):

@@ -1,9 +1,12 @@
 """The same four operations in PyTorch, in few passes: what generates where the kernels would be
 interpreted.
 
-One call to a library's reduction takes the place of square and mean; results are written over
+A library's reduction and a hypotenuse take the place of five operations; results are written over
 tensors that no other code holds.
 """
+
+import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,10 +17,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # torch.nn.functional.rms_norm(x, shape, weight, eps) would round once, after the weight, as
     # Gemma does.
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    # √ of the sum of squares, which are never stored
+    size = x.shape[-1]
+    # √(Σx² / N + ε) = √(Σx² + N·ε) / √N, and the squares are never stored
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    rstd = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * rstd).to(x.dtype).mul_(weight)
+    rms = length.hypot_(leg(size * eps, wide, x.device)).div_(math.sqrt(size))
+    return (x / rms).to(x.dtype).mul_(weight)
+
+
+@cache
+def leg(square: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """√square as a tensor, which `hypot` asks for: []."""
+    return torch.tensor(math.sqrt(square), dtype=dtype, device=device)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from lessons.l17_tree_speculation.heads.heads import Heads
 
 ROWS = 32  # tokens of a step for which the blocks are chosen; they serve any number
+# Fewer rows are filled up: oneDNN adds one product after the other to the same few sums, and one to
+# three rows have too few of them to keep the core busy. One row takes 1.2 times as long as four.
+LEAST = 4
 
 
 class PackedLinear(nn.Module):
@@ -56,13 +59,14 @@ class PackedLinear(nn.Module):
         return y[:rows] if more else y
 
 
+@lru_cache(4096)
 def rounded_up(rows: int) -> int:
     """To a number that needs four binary digits and zeros: eight of them from one power of two to
     the next. oneDNN writes code for each number of rows that it meets, half a megabyte a matrix,
     and keeps it. A server meets all numbers.
     """
     unit = 1 << max(0, rows.bit_length() - 4)
-    return -(-rows // unit) * unit
+    return max(LEAST, -(-rows // unit) * unit)
 
 
 class PackedAttention(nn.Module):
@@ -77,7 +81,7 @@ class PackedAttention(nn.Module):
         self.heads = [width // self.head_dim for width in self.qkv_proj.widths]
 
     def forward(self, x: Tensor, attend: Callable) -> Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = qkv.split(self.heads, dim=-2)
         if not isinstance(self.q_norm, nn.Identity):
             weights = self.q_norm.weight, self.k_norm.weight

@@ -8,7 +8,8 @@ three operations on sparse matrices, and none of them copies K or V:
     p = softmax(scores), row by row
     out = p V
 
-Sequences of all lengths go together. Prompts gather their blocks, sequence by sequence.
+Sequences of all lengths go together. Prompts gather their blocks, sequence by sequence, and so do
+single queries where there are few of them.
 """
 
 import warnings
@@ -27,6 +28,9 @@ from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 # Entries whose keys are copied at once, where they have to be: more than a core's cache holds would
 # be written to memory, and asked of the system anew in every layer.
 PIECE = 4096
+# Single queries up to which each gathers its blocks, as a prompt does: making the sparse matrix
+# takes as long as a layer's attention of some sequences.
+FEW = 2
 
 
 class Reads(NamedTuple):
@@ -131,6 +135,8 @@ def decode(
     """One new token of each sequence. q: [B, Hq, D] -> [B, Hq, Dv]; k_cache, v_cache: [num_blocks,
     block_size, Hkv, …].
     """
+    if len(q) <= FEW:
+        return prefill(q, k_cache, v_cache, batch, softmax_scale, window)
     return read_blocks(q, k_cache, v_cache, batch.work_list, softmax_scale, window)
 
 
@@ -226,11 +232,12 @@ def prefill(
     """
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     work = batch.work_list
-    if len(work.rows):
+    has_list = len(work.rows) > FEW
+    if has_list:
         singles = read_blocks(q[work.rows], k_cache, v_cache, work, softmax_scale, window)
         out[work.rows] = singles
     for b, (rows, length) in enumerate(sequences(batch)):
-        if rows.stop - rows.start > 1:
+        if rows.stop - rows.start > 1 or not has_list:
             k, v = (gathered(cache, batch, b, length) for cache in (k_cache, v_cache))
             out[rows] = chunk_attention(q[rows], k, v, softmax_scale, window)
     return out
@@ -251,15 +258,16 @@ def chunk_attention(
     Dv] -> [Tq, Hq, Dv]. PyTorch's fused attention, because no N×N scores are stored.
     """
     held = len(k) - len(q)
-    sees = None
-    if held or window is not None:
+    sees = None  # a single query sees all
+    if window is not None or held and len(q) > 1:
         position = torch.arange(len(k), device=q.device)
         distance = position[held:, None] - position
         sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=sees, is_causal=sees is None, scale=softmax_scale, enable_gqa=True
-    )
+        q, k, v, attn_mask=sees, is_causal=not held and sees is None, scale=softmax_scale,
+        enable_gqa=True,
+    )  # fmt: skip
     return out[0].transpose(0, 1)
 
 
