@@ -259,7 +259,7 @@ def chunk_attention(
     """
     held = len(k) - len(q)
     sees = None  # a single query sees all
-    if window is not None or held and len(q) > 1:
+    if window is not None or (held and len(q) > 1):
         position = torch.arange(len(k), device=q.device)
         distance = position[held:, None] - position
         sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
