@@ -26,7 +26,7 @@ setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch
 
 # The index has CPU builds of torch, which spare gigabytes of CUDA. TORCH_INDEX= asks only where pip asks anyway.
 PEERS := reference/bench/peers/requirements.txt
-peers: ## vLLM's CPU build in an environment of its own, .venv-peers, to compare the engine with (Linux on x86-64)
+peers: ## vLLM's CPU build and llama.cpp in an environment of their own, .venv-peers, to compare with (Linux on x86-64)
 	@test -x .venv-peers/bin/python && cmp -s $(PEERS) .venv-peers/installed || \
 	  TORCH_INDEX="$${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" \
 	  sh lessons/toolbox/setup.sh $(PYTHON) .venv-peers $(PEERS) 3.11 --no-deps

@@ -10,9 +10,11 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
+from lessons.l06_mla.deepseek import load_decoder
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference.bench import speed, speed_rows
 from reference.engine.sampling_params import SamplingParams
+from reference.ladder.peers import load_peer_model
 from tests.test_ladder import REPOSITORY, SHAPE, save_random
 
 PROMPTS = REPOSITORY / "models/prompts.json"
@@ -26,7 +28,8 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 def small(monkeypatch):
-    """The overhead of a few steps of a few requests, and the threads as they were."""
+    """The overhead of a few steps of a few requests, no library, and the threads as they were."""
+    monkeypatch.setattr(speed_rows, "installed", list)
     monkeypatch.setattr(speed, "BATCH", 2)
     monkeypatch.setattr(speed, "STEPS", 3)
     threads = torch.get_num_threads()
@@ -81,9 +84,55 @@ def test_other_tokens_are_named_and_fail(model_folder, tmp_path, monkeypatch, ca
     assert complaint.startswith("speed: FAILED, demo: one by one differs from the engine: request")
 
 
+@pytest.mark.usefixtures("small")
+def test_libraries_serve_every_row_and_one_that_refuses_is_left_out(model_folder, monkeypatch):
+    class Library:
+        """As the engine, but it knows no longer prompts than five tokens."""
+
+        def __init__(self):
+            self.asked, self.renewed = [], 0
+
+        def __call__(self, prompts, limits, on_token=None):
+            if max(map(len, prompts)) > 5:
+                raise RuntimeError("too long")
+            self.asked.append(len(prompts))
+            run = speed_rows.EngineRun(str(model_folder), slots=2)
+            run.renew()
+            return run(prompts, limits)
+
+        def one_by_one(self, prompts, limits, on_token=None):
+            return [self([prompt], [limit])[0] for prompt, limit in zip(prompts, limits)]
+
+        def renew(self):
+            self.renewed += 1
+
+    library = Library()
+    monkeypatch.setattr(speed_rows, "installed", lambda: ["a library"])
+    monkeypatch.setattr(speed_rows, "LIBRARIES", {"a library": lambda *told: library})
+    told = load_decoder(str(model_folder), device="cpu", dtype=torch.float32)
+    peer = load_peer_model(str(model_folder), torch.device("cpu"), torch.float32)
+
+    def names(prompts, slots):
+        row = speed_rows.Row("row", prompts, [3] * len(prompts), slots)
+        told_of = []
+        contenders = speed_rows.measure_row(
+            row, str(model_folder), told, peer, 1, lambda description: told_of.append(description)
+        )
+        assert len(told_of) == len(speed_rows.contender_names(row))
+        assert all(contender.identical for contender in contenders)
+        return [contender.name for contender in contenders]
+
+    ways = [speed_rows.ENGINE, *speed_rows.PEERS]
+    assert names([[5, 6], [7, 8, 9]], 2) == [*ways, "a library"]
+    assert library.asked == [1, 2] and library.renewed == 2  # to warm up, then all at once
+    assert names([[5, 6], [7, 8, 9]], 1) == [*ways[:2], "a library"]
+    assert library.asked[2:] == [1, 1, 1]
+    assert names([[5, 6], [7] * 6], 2) == ways
+
+
 def test_the_workloads_are_what_they_say():
     tokenizer = load_tokenizer(str(REPOSITORY / "models/tiny"))
-    demo, mixed, shared = (
+    demo, mixed, shared, alone = (
         speed_rows.new_row(name, PROMPTS, tokenizer, None) for name in speed.NAMES
     )
     assert (len(demo.prompts), demo.slots) == (32, 32)
@@ -93,6 +142,8 @@ def test_the_workloads_are_what_they_say():
     assert (len(shared.prompts), shared.slots) == (48, 48)
     assert len({tuple(prompt[:320]) for prompt in shared.prompts}) == 1
     assert len({tuple(prompt) for prompt in shared.prompts}) == 48
+    assert (len(alone.prompts), alone.slots) == (8, 1)
+    assert all(prompt in demo.prompts for prompt in alone.prompts)
     again = speed_rows.new_row("mixed", PROMPTS, tokenizer, 5)
     assert again.prompts == mixed.prompts[:5]
 

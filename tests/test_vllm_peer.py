@@ -13,13 +13,12 @@ from reference.bench.peers.differences import DIFFERENCES, Difference, table
 from reference.bench.peers.differential import (
     CLOSE,
     FAITHFUL,
-    PYTHON,
     Judge,
     compare,
     compare_places,
     ours,
-    vllm,
 )
+from reference.bench.peers.processes import PYTHON, REPOSITORY, vllm
 from reference.bench.peers.wishes import requests
 from tests.seeds import seed_of
 from tests.test_llm import MODEL
@@ -85,7 +84,7 @@ def test_what_the_table_says_of_errors_holds_here(llm, one):
 
 
 def test_the_page_has_the_table():
-    page = (PYTHON.parents[2] / "reference/bench/peers/README.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "reference/bench/peers/README.md").read_text(encoding="utf-8")
     assert table() in page, "python -m reference.bench.peers.differences prints it"
 
 

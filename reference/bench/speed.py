@@ -1,7 +1,7 @@
-"""How fast is the engine beside transformers, on one thread of this CPU: the same weights, requests
-and tokens, all in one run.
+"""How fast is the engine beside transformers, vLLM and llama.cpp (where `make peers` has installed
+them), on one thread of this CPU: the same weights, requests and tokens, all in one run.
 
-    # three workloads and the engine's overhead
+    # four workloads and the engine's overhead
     python -m reference.bench.speed --out build
     python -m reference.bench.speed --row demo
 
@@ -12,6 +12,7 @@ speed.png/.svg. Exit code 1 if a contender's greedy tokens differ where the mode
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
 import argparse
+import math
 import os
 import sys
 from functools import partial
@@ -22,7 +23,7 @@ from reference.bench.speed_args import record_of
 from reference.ladder.command import REPOSITORY, place_of
 
 SCHEMA = 1
-NAMES = ("demo", "mixed", "shared")
+NAMES = ("demo", "mixed", "shared", "alone")
 BATCH, STEPS = 32, 40  # of the measurement of the overhead
 
 
@@ -97,7 +98,8 @@ def measure(args: argparse.Namespace, console) -> dict:
     entries = []
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         for row in rows:
-            bar = progress.add_task(row.name, total=args.rounds * (1 + len(speed_rows.PEERS)))
+            total = args.rounds * len(speed_rows.contender_names(row))
+            bar = progress.add_task(row.name, total=total)
 
             tick = partial(progress.update, bar, advance=1)
             contenders = speed_rows.measure_row(
@@ -129,7 +131,7 @@ def print_table(record: dict, console) -> None:
     """Speeds, ratios and verdicts, then the overheads."""
     from rich.table import Table
 
-    table = Table(title="The engine beside transformers, tokens per second of one thread")
+    table = Table(title="The engine beside libraries, tokens per second of one thread")
     columns = ("workload", "contender", "requests", "tokens/s", "engine is faster by", "tokens")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index in (2, 3, 4) else "left")
@@ -162,17 +164,19 @@ def draw(record: dict, path: Path) -> None:
     from lessons.toolbox.draw import figure, plotting
 
     groups = [row["name"] for row in record["rows"]]
-    names = [entry["name"] for entry in record["rows"][0]["contenders"][1:]]
-    ratios = {
-        f"beside {name}": [row["contenders"][i]["engine_is_faster"] for row in record["rows"]]
-        for i, name in enumerate(names, 1)
-    }
+    found = [
+        {entry["name"]: entry["engine_is_faster"] for entry in row["contenders"][1:]}
+        for row in record["rows"]
+    ]
+    names = list(dict.fromkeys(name for row in found for name in row))
+    nothing = dict.fromkeys(("median", "p20", "p80"), math.nan)  # not every way has every row
+    ratios = {f"beside {name}": [row.get(name, nothing) for row in found] for name in names}
     rounds = sorted({row["rounds"] for row in record["rows"]})
     fig = plotting.bars(
         groups,
         {label: ("library", [band["median"] for band in bands]) for label, bands in ratios.items()},
-        title="The engine beside transformers: the same tokens in less processor time",
-        ylabel="tokens/s of the engine / tokens/s of transformers",
+        title="The same tokens by the engine and by libraries, per second of processor time",
+        ylabel="tokens/s of the engine / tokens/s of the library",
         better="higher",
         caption=figure.caption(
             record["fingerprint"],
@@ -188,7 +192,7 @@ def draw(record: dict, path: Path) -> None:
         for g, band in enumerate(bands):
             y = g * pitch + s + 0.3  # below the number
             ax.plot([band["p20"], band["p80"]], [y, y], color="black", lw=1.5, clip_on=False)
-    alt = f"How many times faster the engine is than transformers, for {', '.join(groups)}."
+    alt = f"How many times faster the engine is than {', '.join(names)}, for {', '.join(groups)}."
     figure.save(fig, path, alt=alt)
 
 

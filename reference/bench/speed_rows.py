@@ -14,16 +14,25 @@ import numpy as np
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
+from reference.bench.peers.contenders import LIBRARIES, installed
 from reference.engine.llm import LLM
 from reference.engine.sampling_params import SamplingParams
 from reference.ladder.command import load_requests
-from reference.ladder.contest import ONE_BY_ONE, Contender, run_pass, subset, warm_up
+from reference.ladder.contest import (
+    ONE_BY_ONE,
+    Contender,
+    first_line,
+    run_pass,
+    subset,
+    warm_up,
+)
 from reference.ladder.judging import judge
 from reference.ladder.peers import continuous_batching, left_padded_batch, one_by_one
 
 CPU = torch.device("cpu")
 ENGINE = "the engine"
-PEERS = ("one by one", "padded batch", "continuous batching")  # transformers' ways to generate
+# transformers' ways to generate
+ALONE, PADDED, CONTINUOUS = PEERS = "one by one", "padded batch", "continuous batching"
 PREFIX = 320  # tokens that all requests of the row "shared" begin with
 MOST_ROUNDS = 5
 ROW_BUDGET_S = 100.0  # of a row: another round begins only if it would end before
@@ -35,7 +44,7 @@ class Row(NamedTuple):
     name: str
     prompts: list[list[int]]
     max_new_tokens: list[int]
-    slots: int
+    slots: int  # 1: one request after the other
 
 
 # ---------------------------------------------------------------- the workloads
@@ -63,6 +72,12 @@ def shared_row(prompts: list[list[int]], limits: list[int]) -> Row:
     return Row("shared", ours, [draw.randint(8, 64) for _ in ours], slots=48)
 
 
+def alone_row(prompts: list[list[int]], limits: list[int]) -> Row:
+    """A few requests of the ladder, of mean length, one after the other."""
+    few = subset(prompts, limits, ONE_BY_ONE)
+    return Row("alone", [prompts[i] for i in few], [limits[i] for i in few], slots=1)
+
+
 def cut(draw: random.Random, text: list[int], least: int, most: int) -> list[int]:
     """A piece of the text, `least` to `most` tokens long."""
     count = min(draw.randint(least, most), len(text))
@@ -74,6 +89,7 @@ ROWS: dict[str, Callable[..., Row]] = {
     "demo": demo_row,
     "mixed": mixed_row,
     "shared": shared_row,
+    "alone": alone_row,
 }
 
 
@@ -104,25 +120,44 @@ class EngineRun:
         return [output.outputs[0].token_ids for output in outputs]
 
 
+def contender_names(row: Row) -> list[str]:
+    """Who serves a row, in their order."""
+    ways = PEERS if row.slots > 1 else (ALONE,)
+    return [ENGINE, *ways, *installed()]
+
+
 def new_contenders(path: str, peer_model, row: Row) -> list[Contender]:
-    """The engine first, then transformers' ways. One by one serves a few requests of mean
-    length.
+    """The engine first, then transformers' ways and the libraries that `make peers` installs. One
+    by one serves a few requests of mean length, and is the only way of the row "alone".
     """
     every = list(range(len(row.prompts)))
     few = subset(row.prompts, row.max_new_tokens, ONE_BY_ONE)
-    runs = (one_by_one, left_padded_batch, partial(continuous_batching, slots=row.slots))
-    peers = [
-        Contender(name, partial(run, peer_model), few if run is one_by_one else every)
-        for name, run in zip(PEERS, runs)
-    ]
-    return [Contender(ENGINE, EngineRun(path, row.slots), every), *peers]
+    runs = {
+        ALONE: one_by_one,
+        PADDED: left_padded_batch,
+        CONTINUOUS: partial(continuous_batching, slots=row.slots),
+    }
+    eos = peer_model.generation_config.eos_token_id
+    eos = tuple(eos) if isinstance(eos, list) else (eos,)
+    engine = EngineRun(path, row.slots)
+    contenders = [Contender(ENGINE, engine, every, renew=engine.renew)]
+    for name in contender_names(row)[1:]:
+        if name in runs:
+            served = few if name == ALONE else every
+            contenders.append(Contender(name, partial(runs[name], peer_model), served))
+        else:
+            library = LIBRARIES[name](path, "float32", eos)
+            run = library if row.slots > 1 else library.one_by_one
+            contenders.append(Contender(name, run, every, is_guest=True, renew=library.renew))
+    return contenders
 
 
 def measure_row(
     row: Row, path: str, model: Decoder, peer_model, rounds: int, tick: Callable
 ) -> list[Contender]:
     """Every contender once a round, so that a drifting machine hits all alike; then their tokens
-    are held to the engine's. tick(description=…): called before each pass.
+    are held to the engine's. A library that refuses the model is left out. tick(description=…):
+    called before each pass.
     """
     contenders = new_contenders(path, peer_model, row)
     requests = row.prompts, row.max_new_tokens
@@ -132,13 +167,17 @@ def measure_row(
             break
         for contender in contenders:
             tick(description=f"{row.name}: {contender.name}")
-            if contender.name == ENGINE:
-                contender.run.renew()
-            if not done:
-                warm_up(contender, *requests, CPU)
-                if contender.name == ENGINE:
-                    contender.run.renew()
-            run_pass(contender, *requests, CPU, lambda: None)
+            try:
+                contender.renew()
+                if not done:
+                    warm_up(contender, *requests, CPU)
+                    contender.renew()
+                run_pass(contender, *requests, CPU, lambda: None)
+            except RuntimeError as error:
+                if not contender.is_guest:
+                    raise
+                contender.not_run = first_line(error)
+        contenders = [each for each in contenders if not each.not_run]
     for peer in contenders[1:]:
         judge(peer, contenders[:1], model, row.prompts, reference=ENGINE)
     return contenders

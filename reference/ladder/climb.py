@@ -16,7 +16,7 @@ from reference.ladder.contest import (
     within_budget,
 )
 from reference.ladder.judging import floor_bytes, judge
-from reference.ladder.peers import PEERS, load_peer_model
+from reference.ladder.peers import all_peers, load_peer_model
 from reference.ladder.rungs import Step, call_rung, left_out, rungs_of
 
 
@@ -73,7 +73,7 @@ def new_guests(path: str, model: Decoder, prompts, limits) -> list[Contender]:
         return peer.run(loaded[0], prompts, limits, on_token)
 
     guests = []
-    for peer in PEERS:
+    for peer in all_peers():
         served = subset(prompts, limits, len(prompts) if peer.in_batches else ONE_BY_ONE)
         guest = Contender(
             peer.name, partial(run, peer), served, in_batches=peer.in_batches, is_guest=True

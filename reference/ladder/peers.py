@@ -1,5 +1,5 @@
 """The libraries on the same weights, as reference lines of the ladder: transformers in its six
-ways of generating, and vLLM where it is installed.
+ways of generating, and vLLM and llama.cpp where they are installed.
 
 Each peer: run(model, prompts: list[list[int]], max_new_tokens: list[int], on_token) ->
 list[list[int]], greedy, and counts only what a request asked for: what a static batch generates
@@ -7,13 +7,12 @@ beyond that is its own waste.
 """
 
 import contextlib
-import importlib.util
 import io
 import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from lessons.toolbox.model.checkpoint import load_tokenizer
+from reference.bench.peers.contenders import LIBRARIES, installed
 
 DRAFTED = 4  # tokens of assisted generation in a step
 PLACES = 32  # requests side by side, as many as the rungs from lesson 11 on have
@@ -196,29 +196,12 @@ def text_pipeline(model, prompts, max_new_tokens, on_token=None):
     return rows
 
 
-def vllm(model, prompts, max_new_tokens, on_token=None):
-    """vLLM's offline engine on the same checkpoint, all requests at once."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ModuleNotFoundError("vLLM is not installed")
-    from vllm import SamplingParams
-
+def in_another_process(name: str, model, prompts, max_new_tokens, on_token=None):
+    """vLLM or llama.cpp on the same checkpoint, all requests at once."""
+    eos = model.generation_config.eos_token_id
     dtype = str(model.dtype).removeprefix("torch.")
-    llm = _vllm_engine(model.config._name_or_path, dtype)
-    params = [SamplingParams(temperature=0, max_tokens=limit) for limit in max_new_tokens]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    rows = [list(out.outputs[0].token_ids) for out in llm.generate(requests, params)]
-    for row, tokens in enumerate(rows):
-        for token in tokens if on_token else ():
-            on_token(row, token)
-    return rows
-
-
-@lru_cache(maxsize=1)
-def _vllm_engine(path: str, dtype: str):
-    """The engine, started once. Less memory than it would take, because others run beside it."""
-    from vllm import LLM
-
-    return LLM(model=path, dtype=dtype, max_num_seqs=PLACES, gpu_memory_utilization=0.3)
+    told = model.config._name_or_path, dtype, tuple(eos) if isinstance(eos, list) else (eos,)
+    return LIBRARIES[name](*told)(prompts, max_new_tokens, on_token)
 
 
 @dataclass(frozen=True)
@@ -237,5 +220,9 @@ PEERS = (
     Peer("transformers with a draft, one by one", with_assistant, in_batches=False),
     Peer("transformers generate, padded batch", left_padded_batch),
     Peer("transformers continuous batching", continuous_batching),
-    Peer("vLLM", vllm),
 )
+
+
+def all_peers() -> tuple[Peer, ...]:
+    """PEERS, and what `make peers` has installed."""
+    return PEERS + tuple(Peer(name, partial(in_another_process, name)) for name in installed())

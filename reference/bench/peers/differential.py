@@ -8,13 +8,7 @@ Everything after a tie is another text, so an answer is compared up to there.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple
-from pathlib import Path
 from random import Random
 
 import torch
@@ -25,47 +19,8 @@ from reference.engine.llm import LLM
 from reference.engine.sampling_params import SamplingParams
 from reference.ladder.judging import MARGIN, logits_after
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-PYTHON = REPOSITORY / ".venv-peers/bin/python"
 CLOSE = MARGIN  # of log-probabilities as of logits
 FAITHFUL = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "seed": 0}
-
-
-class Theirs:
-    """vLLM in a process of its own. It is asked by calling it."""
-
-    def __init__(self, process: subprocess.Popen):
-        self.process = process
-
-    def __call__(self, requests: list[dict]) -> list[dict]:
-        """What it gives for each request: a dict of fields, or {"error": one line}."""
-        self.process.stdin.write(f"{json.dumps(requests)}\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended with exit code {self.process.wait()}")
-        return json.loads(line)
-
-
-@contextmanager
-def vllm(model: str, python: Path = PYTHON, **arguments) -> Iterator[Theirs]:
-    """Start it, and end it. arguments: of vLLM's LLM."""
-    command = [python, Path(__file__).with_name("vllm_process.py")]
-    told = json.dumps({"model": str(model), **arguments})
-    # without compiling, because the comparison is of numbers and not of times
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*map(str, command), told], text=True, env=os.environ | quiet,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        yield Theirs(process)
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 # ---------------------------------------------------------------- ours

@@ -3,14 +3,16 @@
     .venv-peers/bin/python reference/bench/peers/vllm_process.py '{"model": "models/tiny"}'
 
 The argument: arguments of vLLM's LLM, as JSON. Each line of stdin is a list of requests,
-[{"prompt": text or token ids, "params": {...}}], and each line of stdout the list of what vLLM
-gives: its output's fields, or {"error": one line}.
+[{"prompt": text or token ids, "params": {...}}], and each line of stdout {"answers", "cpu_s"}: of
+each request its output's fields, or {"error": one line}, and the processor time that they took. The
+line "forget" empties the prefix cache.
 """
 
 import dataclasses
 import json
 import os
 import sys
+import time
 
 # read when vLLM is imported. One process, so that this one can end it; a small cache.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -27,7 +29,12 @@ def main() -> None:
 
     llm = LLM(**json.loads(sys.argv[1]))
     for line in sys.stdin:
-        print(json.dumps(answered(llm, json.loads(line))), file=answers, flush=True)
+        question, begin = json.loads(line), time.process_time()
+        if question == "forget":
+            llm.reset_prefix_cache()
+        given = [] if question == "forget" else answered(llm, question)
+        answer = {"answers": given, "cpu_s": time.process_time() - begin}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def answered(llm, requests: list[dict]) -> list[dict]:
