@@ -292,7 +292,9 @@ def params_of(features) -> SamplingParams:
 
 
 def serve(engine, features) -> list[list[list[int]]]:
-    """All four requests at once: the answers to each. Nothing may be left taken after them."""
+    """All four requests at once, with a prefix cache the first one a step before the others: the
+    answers to each. Nothing may be left taken after them.
+    """
     prompts, lora = prompts_of(features), None
     if "LoRA" in features:
         lora, _ = adapter_of(family_of(features))
@@ -311,19 +313,36 @@ def serve(engine, features) -> list[list[list[int]]]:
             search.run([one])
             found.append([each.tokens for each in one.output(None).sequences])
     else:
+        outputs, steps = {}, 0
         for at, prompt in enumerate(prompts):
             engine.add_request(
                 str(at), prompt, params_of(features), lora_request=lora if at != 2 else None
             )
-        outputs, steps = {}, 0
+            if at == 0 and "prefix cache" in features:
+                outputs |= {out.request_id: out for out in engine.step()}
         while engine.has_unfinished_requests:
             outputs |= {out.request_id: out for out in engine.step()}
             steps += 1
             assert steps < 500, "the engine makes no progress"
         found = [[one.token_ids for one in outputs[str(at)].outputs] for at in range(len(prompts))]
+        absent = unseen(features, list(outputs.values()))
+        assert not absent, f"nothing was seen of {absent}"
     for each in engine.engines:
         assert_clean(each)
     return found
+
+
+def unseen(features, outputs: list) -> set[str]:
+    """Those of the features of which the answers of four requests would show a trace, and do not:
+    drafts, blocks taken back, and blocks found.
+    """
+    counts = [out.metrics.speculation for out in outputs]
+    drafted = sum(each.drafted for each in counts if each is not None)
+    traces = dict.fromkeys(set(METHODS) - set(WITHOUT_MODEL), drafted)
+    preempted = sum(out.metrics.preemptions for out in outputs)
+    traces |= dict(recompute=preempted, swap=preempted)
+    traces |= {"prefix cache": sum(out.num_cached_tokens for out in outputs)}
+    return {name for name in features if not traces.get(name, 1)}
 
 
 @cache
