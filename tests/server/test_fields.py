@@ -120,6 +120,7 @@ def test_every_field_is_honoured_or_refused(ours, module, name, more):
         ("completions", dict(best_of=2, stream=True), "best_of: got 2; accepted: n (1) with"),
         ("completions", dict(stream_options={}), "stream_options: got"),
         ("completions", dict(seed=-2), "seed: got -2"),
+        ("completions", dict(structured_outputs={}), "structured_outputs: got {}; accepted: one"),
         ("completions", dict(use_beam_search=True), "use_beam_search: got True; accepted: False"),
         ("completions", dict(response_format={"type": "xml"}), "response_format.type: got 'xml'"),
         ("chat/completions", dict(messages=[]), "messages: got []"),
