@@ -18,7 +18,7 @@ from lessons.l02_naive_attention.request import Request
 from lessons.l16_speculative_sampling.naive import DRAFTS
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
-from lessons.toolbox.model.arguments import check_whole
+from lessons.toolbox.model.arguments import check_whole, refuse
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
 
@@ -140,6 +140,13 @@ class NgramDrafter:
         """Nothing is kept."""
 
 
+def drafter_of(draft: Decoder | Drafter | None, *memory: int) -> Drafter:
+    """What `generate` drafts with. memory: of a model's cache, as `ModelDrafter` takes it."""
+    if draft is None:
+        return NgramDrafter()
+    return ModelDrafter(draft, *memory) if isinstance(draft, Decoder) else draft
+
+
 # ---------------------------------------------------------------- which models fit together
 
 
@@ -162,6 +169,14 @@ def check_vocabulary(target: Decoder, draft: Decoder) -> None:
     ours, theirs = target.config.vocab_size, draft.config.vocab_size
     if ours != theirs:
         raise ValueError(f"draft: got a model of {theirs} tokens; accepted: the target's {ours}")
+
+
+def check_draft(target: Decoder, draft: Decoder | Drafter | None) -> None:
+    """Raise ValueError unless it can draft for the target."""
+    if isinstance(draft, Decoder):
+        check_vocabulary(target, draft)
+    elif draft is not None and not hasattr(draft, "propose"):
+        refuse("draft", draft, "None, a decoder, or a drafter such as SuffixDrafter()")
 
 
 def load_pair(target: str, draft: str) -> tuple[Decoder, Decoder, object]:
