@@ -7,7 +7,7 @@ import pytest
 
 from lessons.l19_kv_quantization.formats import FORMATS
 from reference import LLM, SamplingParams
-from reference.engine.engine_args import KV_FORMATS, WITHOUT_EFFECT, EngineArgs
+from reference.engine.engine_args import KV_FORMATS, EngineArgs
 
 MODEL = str(Path(__file__).resolve().parents[1] / "models/tiny")
 

@@ -23,6 +23,7 @@ from lessons.l12_paged_kv.more.branches import Beam
 from lessons.toolbox.model.arguments import check_kind, check_whole, is_number, refuse
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.engine import Engine
+from reference.engine.engine_args import takes_vllm_names
 from reference.features.beam_runner import SearchRunner
 from reference.features.structured import (
     Constraint,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 FAILED = object()  # a grammar that cannot be followed any more
 
 
+@takes_vllm_names("BeamSearchParams")
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How a search goes. Raises ValueError for a value that cannot work.

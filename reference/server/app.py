@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from reference.compatibility.reading import route_reason
 from reference.engine.async_engine import AsyncLLMEngine
 from reference.engine.process.client import AsyncProcessEngine
 from reference.features.lora import LoRARequest
@@ -91,7 +92,10 @@ async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
     """An unknown path, or another method than the path has."""
     path = request.url.path
     hint = "accepted: a path of /openapi.json"
-    if error.status_code == 405:
+    reason = route_reason(path) if error.status_code == 404 else None
+    if reason:
+        hint = f"a path of vLLM that this server does not have, because {reason}"
+    elif error.status_code == 405:
         hint = f"accepted: {(error.headers or {}).get('Allow', 'another method')}"
     elif near := difflib.get_close_matches(path[:100], request.app.state.paths, 1):
         hint = f"did you mean {near[0]}?"

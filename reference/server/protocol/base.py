@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from lessons.toolbox.model.arguments import shown
+from reference.compatibility.reading import asks_for_nothing, refusal, why_not
 
 
 class Refusal(NamedTuple):
@@ -30,9 +31,10 @@ Refusals = dict[str, Refusal]
 
 
 class Wire(BaseModel):
-    """Base of all requests."""
+    """Base of all requests. path: of the route whose body it is, "" for a part of one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    path: ClassVar[str] = ""
     refused: ClassVar[Refusals] = {}
 
     @model_validator(mode="before")
@@ -48,6 +50,10 @@ class Wire(BaseModel):
                 if value is not None:
                     cls.refused[name].check(name, value)
             elif name not in known:
+                if reason := cls.path and why_not(cls.path, name):
+                    if asks_for_nothing(cls.path, name, value):
+                        continue
+                    raise ValueError(refusal(name, reason, "a field"))
                 raise ValueError(unknown(name, [*known, *cls.refused]))
             elif value is not None:
                 kept[name] = value

@@ -84,6 +84,8 @@ class TemplateFields(Wire):
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
+    path: ClassVar[str] = "/v1/chat/completions"
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -59,6 +59,7 @@ class Metadata(Wire):
 class CountTokensRequest(Wire):
     """What both requests have."""
 
+    path: ClassVar[str] = "/v1/messages"
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     system: str | list[Block] | None = None

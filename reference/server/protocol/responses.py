@@ -66,6 +66,8 @@ class TextConfig(Wire):
 
 
 class ResponsesRequest(Wire):
+    path: ClassVar[str] = "/v1/responses"
+
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None

@@ -12,6 +12,7 @@ from reference.server.protocol.completions import Tokens
 class TokenizeRequest(TemplateFields):
     """A prompt, or messages."""
 
+    path: ClassVar[str] = "/tokenize"
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
@@ -23,11 +24,15 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(Wire):
+    path: ClassVar[str] = "/detokenize"
+
     model: str | None = None
     tokens: Tokens
 
 
 class EmbeddingRequest(Wire):
+    path: ClassVar[str] = "/v1/embeddings"
+
     model: str | None = None
     input: str | list[str] | Tokens | list[Tokens] = Field(
         description="text, token ids, or a list of either"
