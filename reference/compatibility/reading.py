@@ -25,8 +25,15 @@ def vllm_names() -> dict[str, dict[str, str]]:
     return json.loads(LIST.read_text(encoding="utf-8"))["names"]
 
 
+def names_of(group: str) -> dict[str, str]:
+    """{name: "kind = default"} of a group."""
+    return vllm_names().get("LLM" if group == "EngineArgs" else group, {})
+
+
 def tables_of(group: str) -> tuple[str, ...]:
     """The names of the tables of a group, in the order in which they are asked."""
+    if group == "EngineArgs":  # through which LLM reads its arguments
+        return ("EngineArgs", "LLM", "engine")
     if group == "/v1/messages/count_tokens":
         return ("/v1/messages", "request")
     return (group, "engine" if group in ENGINE else "request")
@@ -49,7 +56,7 @@ def why_not(group: str, name: str) -> str | None:
 
 def asks_for_nothing(group: str, name: str, value: Any) -> bool:
     """Whether the value is None or vLLM's own default."""
-    _, has_default, default = vllm_names().get(group, {}).get(name, "").rpartition(" = ")
+    _, has_default, default = names_of(group).get(name, "").rpartition(" = ")
     if value is None or not has_default:
         return value is None
     try:
@@ -101,7 +108,9 @@ def route_reason(path: str) -> str | None:
 
 def unknown(name: str, known: list[str], group: str, kind: str = "argument") -> str:
     """The line for a name that vLLM does not have either."""
-    works = [one for one in vllm_names().get(group, ()) if not why_not(group, one)]
+    # not what EngineArgs alone refuses, because LLM reads it
+    asked = "LLM" if group == "EngineArgs" else group
+    works = [one for one in names_of(group) if one != name and not why_not(asked, one)]
     near = difflib.get_close_matches(name, [*known, *works], 1)
     hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(known)}"
     return one_line(f"{name}: unknown {kind}; {hint}")

@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
         "a request is let in when all of its prompt has room": "scheduler_reserve_full_isl",
         "an engine generates, and the server embeds when it is asked to": "runner convert task",
         "a request's own fields and vLLM's defaults decide": "generation_config",
-        "nothing is logged unless you ask": "disable_log_stats "
+        "it is for logs and counts, and there is none of its kind": "disable_log_stats "
         "aggregate_engine_logging enable_logging_iteration_details kv_cache_metrics "
         "kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics "
         "show_hidden_metrics_for_version enable_mm_processor_stats jit_monitor_mode "
@@ -56,9 +56,10 @@ WITHOUT_EFFECT = {
         "a template gets text": "chat_template_content_format",
         "uvicorn_log_level is there": "uvicorn_log_config",
         "headers have a limit in bytes": "h11_max_header_count h11_max_incomplete_event_size",
+        "a draw inverts the distribution with a number in float64": "use_fp64_gumbel",
         "an answer's id is in its body": "enable_request_id_headers",
         "one process serves": "api_server_count",
-        "the model's name, not its files, is what answers show": "model_weights",
+        "model says where the weights are": "model_weights",
         "every step's tokens are streamed": "stream_interval",
         "environment variables of vLLM are not read": "fail_on_environ_validation",
         "/docs loads nothing from the network": "enable_offline_docs",
@@ -69,11 +70,11 @@ WITHOUT_EFFECT = {
         "parameters are never copied, because they never change": "skip_clone",
         "text is held back only while a stop string may begin": "output_text_buffer_length",
         "every step's tokens are streamed": "stream_interval",
-        "conversations reach the template as text": "chat_template_content_format",
         "all prompts are searched together, as far as the cache has room": "concurrency_limit",
     },
 }
 REFUSED = {
+    "EngineArgs": {"LLM and the server read it themselves": "max_logprobs chat_template"},
     "LLM": {
         "LLM takes pictures that are loaded; the server fetches them": "allowed_media_domains",
         "an offline engine ends at once; the server has the flag": "shutdown_timeout",
@@ -121,7 +122,6 @@ REFUSED = {
         "max_num_queued_tokens",
         "the scheduler keeps no blocks free, and preempts": "watermark",
         "log-probabilities are those of the raw logits": "logprobs_mode",
-        "the noise of a draw is in float64 already": "use_fp64_gumbel",
         "tokens are chosen by the sampler alone": "enable_trace_replay return_sampling_mask "
         "watermark_config",
         "experts of a token are not reported": "enable_return_routed_experts",
@@ -188,11 +188,10 @@ REFUSED = {
         NO_TRANSFER: "kv_transfer_params ec_transfer_params",
         "priority and user order requests": "session_id",
         "/tokenize has it": "return_token_offsets return_prompt_text",
-        STORES_NOTHING: "background previous_response_id prompt store metadata "
+        STORES_NOTHING: "background previous_response_id prompt store "
         "previous_input_messages enable_response_messages",
         "the server calls no tools itself": "max_tool_calls",
     },
-    "BeamSearchParams": {"a beam's text is the whole text": "skip_special_tokens"},
     "/v1/responses": {
         "OpenAI's /v1/responses has no such field, and /v1/chat/completions does": "logit_bias "
         "structured_outputs repetition_penalty seed stop stop_token_ids ignore_eos top_k min_p "

@@ -4,7 +4,6 @@ python -m reference.compatibility.status    # writes the table
 """
 
 import inspect
-import re
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -100,6 +99,11 @@ def of_llm() -> list[str]:
     return list(dict.fromkeys([*parameters(LLM.__init__), *engine, *SPECULATIVE]))
 
 
+def of_server() -> list[str]:
+    """Arguments that AsyncEngineArgs adds to EngineArgs."""
+    return [field.name for field in fields(AsyncEngineArgs)[len(fields(EngineArgs)) :]]
+
+
 def flags() -> list[str]:
     """Flags of the server."""
     actions = new_parser("")._actions
@@ -117,12 +121,12 @@ def routes() -> list[str]:
     # routes look at the rest of it when they are asked
     service = SimpleNamespace(engine=None, args=SimpleNamespace(write_timeout=0.0))
     paths = [route.path for module in ROUTES for route in module.new_router(service).routes]
-    return [re.sub(":path", "", path) for path in [*paths, "/openapi.json"]]
+    return list(dict.fromkeys(path.replace(":path", "") for path in [*paths, "/openapi.json"]))
 
 
 OURS = {
     "LLM": of_llm,
-    "AsyncEngineArgs": lambda: [field.name for field in fields(AsyncEngineArgs)],
+    "AsyncEngineArgs": of_server,
     "SamplingParams": lambda: parameters(SamplingParams),
     "BeamSearchParams": lambda: parameters(BeamSearchParams),
     "StructuredOutputsParams": lambda: parameters(StructuredOutputsParams),
@@ -132,34 +136,6 @@ OURS = {
 }
 
 
-def table() -> str:
-    """Markdown: for each group what works, what has no effect and what is refused, and why."""
-    lines, own = [], []
-    for group, names in vllm_names().items():
-        found = {name: status(group, name) for name in names}
-        count = {kind: 0 for kind in (WORKS, NO_EFFECT, NOT_HERE)}
-        rows: dict[Status, list[str]] = {Status(WORKS): []}
-        for name, one in found.items():
-            count[one.kind] += 1
-            rows.setdefault(one, []).append(f"`{name}`")
-        told = ", ".join(f"{number} {kind}" for kind, number in count.items() if number)
-        lines += [f"### {TITLES.get(group, f'`{group}`')}: {told}", ""]
-        if rows[Status(WORKS)]:
-            lines += [f"{' '.join(rows[Status(WORKS)])}", ""]
-        for kind in (NO_EFFECT, NOT_HERE):
-            if count[kind]:
-                lines += [f"| {kind} | because |", "| --- | --- |"]
-                lines += [
-                    f"| {' '.join(row)} | {one.reason} |"
-                    for one, row in rows.items()
-                    if one.kind == kind
-                ]
-                lines.append("")
-        if extra := [name for name in our_names(group) if name not in names]:
-            own.append(f"- {TITLES.get(group, f'`{group}`')}: {' '.join(f'`{x}`' for x in extra)}")
-    return "\n".join([*lines, "### Our own names", "", *own, ""])
-
-
 TITLES = {
     "LLM": "Arguments of `LLM` and `EngineArgs`",
     "AsyncEngineArgs": "Arguments of `AsyncEngineArgs` alone",
@@ -167,6 +143,54 @@ TITLES = {
     "vllm serve": "Flags of `vllm serve`",
     "routes": "Paths",
 }
+SAME_FLAGS = "A flag that is an argument of `LLM` does what the argument does. The others:"
+
+
+def title(group: str) -> str:
+    """What the page calls a group."""
+    return TITLES.get(group, f"`{group}`")
+
+
+def table() -> str:
+    """Markdown: for each group what works, what has no effect and what is refused, and why."""
+    kinds = (WORKS, NO_EFFECT, NOT_HERE)
+    counts = [f"| names of | {' | '.join(kinds)} |", "| --- | ---: | ---: | ---: |"]
+    sections, own = [], []
+    for group, names in vllm_names().items():
+        found = {name: status(group, name) for name in names}
+        numbers = [sum(one.kind == kind for one in found.values()) for kind in kinds]
+        counts.append(f"| {title(group)} | {' | '.join(map(str, numbers))} |")
+        sections += section(group, found)
+        if extra := [f"`{name}`" for name in our_names(group) if name not in names]:
+            own.append(f"- {title(group)}: {' '.join(extra)}")
+    own = ["## Our own names", "", "vLLM 0.32 does not have these.", "", *own, ""]
+    return "\n".join([*counts, "", *sections, *own])
+
+
+def section(group: str, found: dict[str, Status]) -> list[str]:
+    """The lines of a group. found: its names."""
+    lines = [f"## {title(group)}", ""]
+    if group == "vllm serve":
+        lines += [SAME_FLAGS, ""]
+        found = {name: one for name, one in found.items() if not is_same(name, one)}
+    rows: dict[Status, list[str]] = {}
+    for name, one in found.items():
+        rows.setdefault(one, []).append(f"`{name}`")
+    if works := rows.pop(Status(WORKS), None):
+        lines += [f"Works: {' '.join(works)}", ""]
+    for kind in (NO_EFFECT, NOT_HERE):
+        of_kind = {one: row for one, row in rows.items() if one.kind == kind}
+        if of_kind:
+            lines += [f"| {kind} | because |", "| --- | --- |"]
+            lines += [f"| {' '.join(row)} | {one.reason} |" for one, row in of_kind.items()]
+            lines.append("")
+    return lines
+
+
+def is_same(flag: str, found: Status) -> bool:
+    """Whether a flag is an argument of LLM and does the same."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return name in vllm_names()["LLM"] and status("LLM", name) == found
 
 
 def with_table(text: str) -> str:

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-@takes_vllm_names("LLM")
+@takes_vllm_names("EngineArgs")
 @dataclass
 class AsyncEngineArgs(EngineArgs):
     """The same arguments, and whom to turn away; vLLM has a class for each, too.

@@ -51,7 +51,7 @@ def takes_vllm_names(group: str):
     return with_other_names(read)
 
 
-@takes_vllm_names("LLM")
+@takes_vllm_names("EngineArgs")
 @dataclass
 class EngineArgs:
     """What an engine is made of. Raises ValueError, in one line, for a value that cannot work.
