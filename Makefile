@@ -30,7 +30,7 @@ peers: ## vLLM's CPU build and llama.cpp in an environment of their own, .venv-p
 	@test -x .venv-peers/bin/python && cmp -s $(PEERS) .venv-peers/installed || \
 	  TORCH_INDEX="$${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" \
 	  sh lessons/toolbox/setup.sh $(PYTHON) .venv-peers $(PEERS) 3.11 --no-deps
-	@.venv-peers/bin/python reference/compatibility/vllm_names.py > reference/compatibility/vllm_names.json
+	@.venv-peers/bin/python reference/engine/compatibility/vllm_names.py > reference/engine/compatibility/vllm_names.json
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))

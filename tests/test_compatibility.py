@@ -20,10 +20,10 @@ from reference import (
     StructuredOutputsParams,
 )
 from reference.bench.peers.differential import PYTHON
-from reference.compatibility import reasons
-from reference.compatibility import vllm_names as listing
-from reference.compatibility.reading import LIST, asks_for_nothing, vllm_names
-from reference.compatibility.status import (
+from reference.engine.compatibility import reasons
+from reference.engine.compatibility import vllm_names as listing
+from reference.engine.compatibility.reading import LIST, asks_for_nothing, vllm_names
+from reference.engine.compatibility.status import (
     BODIES,
     NO_EFFECT,
     NOT_HERE,
@@ -223,7 +223,7 @@ def test_fields_of_bodies(path):
 
 def test_the_page_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
-    assert text == with_table(text), "python -m reference.compatibility.status"
+    assert text == with_table(text), "python -m reference.engine.compatibility.status"
 
 
 def test_kinds_and_defaults_are_read_from_signatures():

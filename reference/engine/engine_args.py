@@ -44,7 +44,7 @@ def takes_vllm_names(group: str):
     """Decorator of a function or a class: what vLLM has and it does not is read by its reason."""
 
     def read(known: list[str], others: dict) -> None:
-        from reference.compatibility.reading import read_others  # here: few calls need it
+        from reference.engine.compatibility.reading import read_others  # here: few calls need it
 
         read_others(group, known, others)
 

@@ -60,7 +60,7 @@ class LLM:
 
     def __getattr__(self, name: str):
         """Only for what this class does not have. Raises AttributeError."""
-        from reference.compatibility.reading import no_method  # here: it is a mistake
+        from reference.engine.compatibility.reading import no_method  # here: it is a mistake
 
         raise AttributeError(no_method(name, [one for one in dir(type(self)) if one[0] != "_"]))
 

@@ -9,8 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from reference.compatibility.reading import route_reason
 from reference.engine.async_engine import AsyncLLMEngine
+from reference.engine.compatibility.reading import route_reason
 from reference.engine.process.client import AsyncProcessEngine
 from reference.features.lora import LoRARequest
 from reference.server.args import ServerArgs

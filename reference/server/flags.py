@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 from lessons.toolbox.command import OneLineParser
-from reference.compatibility.reading import effectless, refusal, vllm_names, why
-from reference.compatibility.reasons import REFUSED, WITHOUT_EFFECT
+from reference.engine.compatibility.reading import effectless, refusal, vllm_names, why
+from reference.engine.compatibility.reasons import REFUSED, WITHOUT_EFFECT
 from reference.server.engine_flags import as_json, engine_options
 
 # Flags of older versions of vLLM that change nothing here. Values: as argparse's nargs, and why.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from lessons.toolbox.model.arguments import shown
-from reference.compatibility.reading import asks_for_nothing, refusal, why_not
+from reference.engine.compatibility.reading import asks_for_nothing, refusal, why_not
 
 
 class Refusal(NamedTuple):

@@ -1,7 +1,7 @@
 """The names of vLLM's interface, listed by vLLM itself. It runs in the peers' Python and imports
 nothing of this course.
 
-    .venv-peers/bin/python reference/compatibility/vllm_names.py > vllm_names.json
+    .venv-peers/bin/python reference/engine/compatibility/vllm_names.py > vllm_names.json
 
 The JSON: {"version": …, "names": {group: {name: "kind = default"}}}.
 """

@@ -1,6 +1,6 @@
 """What each of vLLM's names does here, asked of our own signatures and models, and README.md's table.
 
-python -m reference.compatibility.status    # writes the table
+python -m reference.engine.compatibility.status    # writes the table
 """
 
 import inspect
@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from lessons.toolbox.model.arguments import shown
-from reference.compatibility.reading import vllm_names, why
-from reference.compatibility.reasons import REFUSED, WITHOUT_EFFECT
 from reference.engine.async_engine import AsyncEngineArgs
+from reference.engine.compatibility.reading import vllm_names, why
+from reference.engine.compatibility.reasons import REFUSED, WITHOUT_EFFECT
 from reference.engine.engine_args import SPECULATIVE, EngineArgs
 from reference.engine.llm import LLM
 from reference.engine.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ from reference.server.protocol.responses import ResponsesRequest
 from reference.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 PAGE = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- begin: python -m reference.compatibility.status -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: python -m reference.engine.compatibility.status -->\n", "<!-- end -->\n"
 WORKS, NO_EFFECT, NOT_HERE = "works", "accepted without effect", "refused"
 BODIES: dict[str, type[Wire]] = {
     "/v1/completions": CompletionRequest,

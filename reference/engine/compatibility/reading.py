@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lessons.toolbox.model.arguments import one_line
-from reference.compatibility.reasons import REFUSED, WITHOUT_EFFECT
+from reference.engine.compatibility.reasons import REFUSED, WITHOUT_EFFECT
 
 LIST = Path(__file__).with_name("vllm_names.json")
 ENGINE = ("LLM", "AsyncEngineArgs", "vllm serve")
