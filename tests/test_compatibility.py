@@ -19,7 +19,7 @@ from reference import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from reference.bench.peers.differential import PYTHON
+from reference.bench.peers.processes import PYTHON
 from reference.engine.compatibility import reasons
 from reference.engine.compatibility import vllm_names as listing
 from reference.engine.compatibility.reading import LIST, asks_for_nothing, vllm_names
