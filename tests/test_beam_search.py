@@ -277,6 +277,10 @@ def test_text_and_the_forms_of_a_prompt(llm):
         assert llm.beam_search(same, params) == [output]
 
 
+def test_no_prompt_has_no_answer(llm):
+    assert llm.beam_search([], BeamSearchParams(2, 3)) == []
+
+
 def test_the_stop_token_is_shown_only_if_asked_for(model):
     class Tokenizer:
         def decode(self, tokens, skip_special_tokens):
@@ -319,7 +323,6 @@ def test_params_that_cannot_work(params, said):
 @pytest.mark.parametrize(
     "prompts, params, said",
     [
-        ([], BeamSearchParams(2, 3), "prompts: got []"),
         ([[1], []], BeamSearchParams(2, 3), "prompts[1]: prompt: got []"),
         ([{"text": "x"}], BeamSearchParams(2, 3), "prompts[0]: prompt: got {'text': 'x'}"),
         ([[1] * 2048], BeamSearchParams(2, 3), "accepted: at most 2047"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from tqdm.auto import tqdm
 
 import reference.engine.llm
 from reference import (
@@ -157,13 +158,13 @@ def llm() -> LLM:
     return LLM(MODEL, device="cpu", num_gpu_blocks_override=32, max_num_seqs=2)
 
 
-@pytest.mark.parametrize("method", ["generate", "chat", "beam_search"])
+@pytest.mark.parametrize("method", ["generate", "enqueue", "chat", "beam_search"])
 def test_the_calls_of_an_llm(llm, method):
     call = getattr(llm, method)
     for name in vllm_names()[f"LLM.{method}"]:
         found = status(f"LLM.{method}", name)
         if found.kind == NOT_HERE:
-            with pytest.raises(ValueError, match=f"{name}: an argument of vLLM that .* because"):
+            with pytest.raises(ValueError, match=rf"{name}: an argument of vLLM that .* because"):
                 call("x", None, **{name: {"a": 1}})
     with pytest.raises(
         ValueError, match="lora_requst: unknown argument; did you mean lora_request"
@@ -180,7 +181,7 @@ def test_the_methods_of_an_llm(llm):
             assert callable(getattr(llm, name))
         else:
             assert not hasattr(llm, name)
-            with pytest.raises(AttributeError, match=f"{name}: a method of vLLM that .*, because"):
+            with pytest.raises(AttributeError, match=rf"{name}: a method of vLLM that .*, because"):
                 getattr(llm, name)
     with pytest.raises(AttributeError, match="genrate: unknown method; did you mean generate"):
         llm.genrate("x")
@@ -241,3 +242,65 @@ def test_vllm_still_has_these_names(request):
         [PYTHON, listing.__file__], capture_output=True, text=True, check=True, timeout=300
     )
     assert json.loads(done.stdout) == json.loads(LIST.read_text(encoding="utf-8"))
+
+
+def test_what_is_enqueued_is_answered_later(llm):
+    params = SamplingParams(temperature=0, max_tokens=5)
+    expected = [output.outputs[0].text for output in llm.generate(["def f(", "x"], params)]
+    first = llm.enqueue("def f(", params)
+    assert len(first) == 1 and llm.wait_for_completion() != [] == llm.wait_for_completion()
+    ids = llm.enqueue(["def f("], params) + llm.enqueue("x", params)
+    llm.generate("def g(", SamplingParams(max_tokens=50))  # which steps the others, too
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs[0].text for output in outputs] == expected
+    with pytest.raises(ValueError, match=r"output_type: got .*int"):
+        llm.wait_for_completion(int)
+
+
+def test_the_bar_may_be_of_another_kind(llm):
+    made = []
+
+    def new_bar(**wishes):
+        made.append(wishes["total"])
+        return tqdm(**wishes)
+
+    llm.generate(["x", "y"], SamplingParams(max_tokens=2), use_tqdm=new_bar)
+    assert made == [2]
+
+
+def test_the_content_of_messages_has_the_format_that_the_template_reads(llm):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    params = SamplingParams(max_tokens=1)
+
+    def prompt(content, form):
+        message = [{"role": "user", "content": content}]
+        how = {"chat_template": template, "chat_template_content_format": form}
+        [output] = llm.chat(message, params, use_tqdm=False, **how)
+        return llm.get_tokenizer().decode(output.prompt_token_ids)
+
+    assert prompt(parts, "string") == "a\nb" and prompt("a", "string") == prompt("a", "auto") == "a"
+    assert prompt("a", "openai") == str(parts[:1]) and prompt(parts, "auto") == str(parts)
+    with pytest.raises(ValueError, match="chat_template_content_format: got 'x'; accepted: auto"):
+        prompt("a", "x")
+
+
+def test_an_llm_of_engine_args_and_its_sizes():
+    args = EngineArgs(MODEL, device="cpu", num_gpu_blocks_override=8, max_num_seqs=1, seed=5)
+    llm = LLM.from_engine_args(args)
+    assert llm.args == args and llm.get_world_size() == 1
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize("config", [None, {"prompt_lookup_max": 2}])
+def test_the_short_forms_of_speculative_config(config):
+    args = EngineArgs.read(
+        model=MODEL, spec_method="ngram", spec_tokens=2, speculative_config=config
+    )
+    assert args.speculative_config.method == "ngram"
+    assert args.speculative_config.num_speculative_tokens == 2
+    with pytest.raises(ValueError, match=r"speculative_config: got .* None with spec_method"):
+        EngineArgs.read(
+            model=MODEL, spec_tokens=2, speculative_config={"num_speculative_tokens": 2}
+        )

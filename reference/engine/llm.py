@@ -52,6 +52,7 @@ class LLM:
         self.args = EngineArgs.read(model=model, **arguments)
         self.engine = new_engine(self.args)
         self.counter = itertools.count()
+        self.enqueued: list[EngineRequest] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -99,7 +100,41 @@ class LLM:
         """
         if prompts is not None and prompt_token_ids is not None:
             refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
-        prompts = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        prompts = prompts if prompt_token_ids is None else prompt_token_ids
+        requests = self.add(prompts, sampling_params, priority, lora_request)
+        self.run(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    @takes_vllm_names("LLM.enqueue")
+    def enqueue(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        priority: list[int] | None = None,
+    ) -> list[str]:
+        """Queue what generate would answer, for wait_for_completion. Returns the requests' ids."""
+        requests = self.add(prompts, sampling_params, priority, lora_request)
+        self.enqueued += requests
+        return [request.request_id for request in requests]
+
+    @takes_vllm_names("LLM.wait_for_completion")
+    def wait_for_completion(
+        self,
+        output_type: type | tuple[type, ...] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+    ) -> list[RequestOutput]:
+        """The answers to all that was queued, in its order. output_type: RequestOutput or None."""
+        if output_type not in (None, RequestOutput, (RequestOutput,)):
+            refuse("output_type", output_type, "None or RequestOutput")
+        requests, self.enqueued = self.enqueued, []
+        self.run(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    def add(self, prompts, sampling_params, priority, lora_request) -> list[EngineRequest]:
+        """Give the engine a request for each prompt, or, with ValueError, for none of them."""
+        prompts = as_list(prompts)
         params = one_each("sampling_params", sampling_params, len(prompts))
         for wishes in params:
             self.check_logprobs(wishes)
@@ -113,8 +148,7 @@ class LLM:
         except ValueError as error:
             self.abort(requests)
             raise ValueError(f"prompts[{len(requests)}]: {error}") from None
-        self.run(requests, use_tqdm)
-        return [request.output() for request in requests]
+        return requests
 
     def check_logprobs(self, params: SamplingParams | None) -> None:
         """Raise ValueError for more log-probabilities than a request may ask for."""
@@ -127,12 +161,13 @@ class LLM:
 
     def run(self, requests: list[EngineRequest], use_tqdm: bool | Callable[..., tqdm]) -> None:
         """Step until these requests have ended; Ctrl-C, or a step that raises, ends them sooner."""
-        waiting = {request.request_id for request in requests}
+        # some may have ended beside others, if they were enqueued
+        waiting = {request.request_id for request in requests if not request.finished}
         new_bar = use_tqdm if callable(use_tqdm) else tqdm
         try:
             with (
                 interrupts_noted() as interrupts,
-                new_bar(total=len(requests), desc="requests", disable=not use_tqdm) as bar,
+                new_bar(total=len(waiting), desc="requests", disable=not use_tqdm) as bar,
             ):
                 while waiting and not interrupts:
                     # not `step`, because an answer is not looked at before it has ended
@@ -163,28 +198,13 @@ class LLM:
 
         Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
         """
-        from reference.features.beam_search import BeamSearch  # here: it imports the engine
+        from reference.features.beam_calls import search_all  # here: it imports the engine
 
-        # One of the replicas, if there are several, because beams share blocks.
+        # one of the replicas, if there are several, because beams share blocks
         engine = getattr(self.engine, "engines", [self.engine])[0]
-        prompts, searching = as_list(prompts), BeamSearch(engine, params)
-        adapters, searches = one_each("lora_request", lora_request, len(prompts)), []
-        try:
-            for prompt, adapter in zip(prompts, adapters):
-                try:
-                    searches.append(searching.new_search(prompt, adapter))
-                except ValueError as error:
-                    raise ValueError(f"prompts[{len(searches)}]: {error}") from None
-            waiting = searches
-            with tqdm(total=len(searches), desc="searches", disable=not use_tqdm) as bar:
-                while group := searching.next_group(waiting):
-                    searching.run(group)
-                    waiting = waiting[len(group) :]
-                    bar.update(len(group))
-        finally:
-            for search in searches:
-                searching.let_go(search)
-        return [search.output(self.engine.tokenizer) for search in searches]
+        prompts = as_list(prompts)
+        adapters = one_each("lora_request", lora_request, len(prompts))
+        return search_all(engine, prompts, params, adapters, use_tqdm)
 
     @takes_vllm_names("LLM.chat")
     def chat(

@@ -13,6 +13,7 @@ ONE_NODE = "an engine runs on one machine"
 STORES_NOTHING = "the server stores nothing"
 
 WITHOUT_EFFECT = {
+    "LLM.enqueue": {"nothing runs yet, so there is no bar": "use_tqdm"},
     "LLM": {"an answer of LLM does not name its model": "served_model_name"},
     "engine": {
         ONE_KERNEL: "attention_backend attention_config moe_backend linear_backend kernel_config "
@@ -128,8 +129,9 @@ REFUSED = {
         "the newest revision is loaded; a folder holds any other": "revision code_revision "
         "tokenizer_revision",
         "the hub's library reads HF_TOKEN": "hf_token",
+        "SamplingParams says it, for each request": "override_generation_config",
         "config.json decides": "hf_overrides hf_config_path model_class_overrides "
-        "override_generation_config engram_config diffusion_config",
+        "engram_config diffusion_config",
         "quantization is a name, and the checkpoint's own config says more": "quantization_config "
         "allow_deprecated_quantization",
         "a prompt is text, token ids or pictures": "enable_prompt_embeds enable_mm_embeds "
@@ -210,7 +212,7 @@ REFUSED = {
     "methods of LLM": {
         "an engine generates; /v1/embeddings of the server embeds": "embed encode",
         "no supported model family was trained to classify or to score": "classify score",
-        "generate and AsyncLLMEngine do both in one": "enqueue enqueue_chat wait_for_completion",
+        "enqueue takes prompts, and chat answers conversations": "enqueue_chat",
         "no code from outside is run in the workers": "apply_model collective_rpc",
         "weights do not change while an engine runs": "init_weight_transfer_engine "
         "start_weight_update start_draft_weight_update update_weights finish_weight_update "

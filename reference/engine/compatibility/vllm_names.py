@@ -17,7 +17,7 @@ import sys
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-CALLS = ("generate", "chat", "beam_search")
+CALLS = ("generate", "enqueue", "wait_for_completion", "chat", "beam_search")
 # routers that a server has for some models or flags only
 MORE = ("pooling.pooling", "pooling.classify", "pooling.embed", "pooling.scoring", "serve.profile")
 LONGEST = 48  # characters of a kind
