@@ -23,7 +23,7 @@ from reference import (
 from reference.bench.peers.processes import PYTHON
 from reference.engine.compatibility import reasons
 from reference.engine.compatibility import vllm_names as listing
-from reference.engine.compatibility.reading import LIST, asks_for_nothing, vllm_names
+from reference.engine.compatibility.reading import LIST, asks_for_nothing, route_reason, vllm_names
 from reference.engine.compatibility.status import (
     BODIES,
     NO_EFFECT,
@@ -218,8 +218,15 @@ def test_fields_of_bodies(path):
         assert ("because" in said) == (found.kind == NOT_HERE), name
         if found.kind == NOT_HERE:
             assert f"{name}: " in said and found.reason.partition(" (but")[0] in said
-            with pytest.raises(ValidationError, match="no_such_field"):
+            with pytest.raises(ValidationError, match="no_such_field: unknown field"):
                 BODIES[path].model_validate({name: None, "no_such_field": 1})
+
+
+def test_paths():
+    for path in vllm_names()["routes"]:
+        found, asked = status("routes", path), path.replace("{response_id}", "resp_1")
+        assert found.kind == WORKS or route_reason(asked) == found.reason
+    assert route_reason("/v1/responses/a/b") is route_reason("/nothing") is None
 
 
 def test_the_page_is_up_to_date():
