@@ -149,9 +149,9 @@ class Fuzz:
         fields = list(kind.model_fields.items())
         for name, field in rng.sample(fields, min(len(fields), rng.choice((0, 1, 1, 2, 3, 6)))):
             found[field.alias or name] = self.value(name, field.annotation)
-        refused = list(kind.refused)
-        if refused and rng.random() < 0.2:
-            found[rng.choice(refused)] = self.any_json()
+        others = [*kind.refused, *kind.hints]
+        if others and rng.random() < 0.2:
+            found[rng.choice(others)] = self.any_json()
         if rng.random() < 0.03:
             found[rng.choice(KEYS)] = self.any_json()
         if rng.random() < 0.03:
