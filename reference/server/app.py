@@ -14,6 +14,7 @@ from reference.engine.compatibility.reading import route_reason
 from reference.engine.process.client import AsyncProcessEngine
 from reference.features.lora import LoRARequest
 from reference.server.args import ServerArgs
+from reference.server.effects import Effects
 from reference.server.errors import ApiError, of_validation, response_of
 from reference.server.limits import Limits
 from reference.server.metrics import Counted
@@ -62,6 +63,7 @@ def new_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_exception_handler(Exception, apologise)
     # The last that is added is the first that a request meets.
+    app.add_middleware(Effects)
     app.add_middleware(Limits, args=args)
     if args.allowed_origins:
         app.add_middleware(

@@ -68,10 +68,9 @@ def status(group: str, name: str) -> Status:
         if refusal := body.refused.get(name):
             but = " or ".join(f"`{shown(one)}`" for one in refusal.harmless)
             return Status(NOT_HERE, f"{refusal.why}{but and f' (but {but} is accepted)'}")
-    elif reason := why(WITHOUT_EFFECT, group, name):
+    if reason := why(WITHOUT_EFFECT, group, name):
         return Status(NO_EFFECT, reason)
-    # the models of the routes have no field for a hint of this table
-    reason = why(REFUSED, group, name) or why(WITHOUT_EFFECT, group, name)
+    reason = why(REFUSED, group, name)
     if reason is None:
         raise KeyError(f"{group}: {name}")
     return Status(NOT_HERE, reason)

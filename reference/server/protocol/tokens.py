@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Refusals, Wire
+from reference.server.protocol.base import Hints, Refusal, Refusals, Wire
 from reference.server.protocol.chat import ChatMessage, TemplateFields, Tool
 from reference.server.protocol.completions import Tokens
 
@@ -45,5 +45,5 @@ class EmbeddingRequest(Wire):
     refused: ClassVar[Refusals] = {
         "dimensions": Refusal("a hidden state cannot be cut shorter without training"),
         "normalize": Refusal("every vector has length 1", (True,)),
-        "priority": Refusal("embeddings do not wait in the queue", (0,)),
     }
+    hints: ClassVar[Hints] = {"priority": "texts are embedded in turns, one client after the other"}
