@@ -14,9 +14,14 @@ import os
 import re
 import sys
 
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# for vLLM, which reads them when it is imported. All groups of paths, those of developers too.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
 CALLS = ("generate", "enqueue", "wait_for_completion", "chat", "beam_search")
 # routers that a server has for some models or flags only
 MORE = ("pooling.pooling", "pooling.classify", "pooling.embed", "pooling.scoring", "serve.profile")
@@ -27,6 +32,7 @@ def main() -> None:
     """Print the JSON."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM and its libraries print
+    os.environ.update(ENVIRONMENT)
     import vllm
 
     names = {**offline(), "vllm serve": flags(), **requests(), "routes": routes()}
@@ -137,7 +143,6 @@ def requests() -> dict[str, dict[str, str]]:
 
 def routes() -> dict[str, str]:
     """The paths of a server of any kind of model, those of developers too: {path: methods}."""
-    os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     from importlib import import_module
     from typing import get_args
 
