@@ -108,6 +108,7 @@ def test_what_has_no_effect_is_accepted_and_said(without_model, group, name):
         CALLED[group](**{name: 0.5 if name == "temperature" else A_THING})
     if (group, name) not in OURS_WITHOUT_EFFECT:
         [line] = [str(one.message) for one in said]
+        assert said[0].filename == __file__, "the warning names the caller's line"
         assert line == f"{name}: accepted without effect, because {status(group, name).reason}"
 
 

@@ -6,6 +6,7 @@ import ast
 import difflib
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from functools import cache
@@ -72,13 +73,22 @@ def read_others(group: str, known: Iterable[str], others: dict[str, Any]) -> Non
     for name, value in others.items():
         if reason := why(WITHOUT_EFFECT, group, name):
             if not asks_for_nothing(group, name, value):
-                # 5: the caller of the function that has the names
-                warnings.warn(effectless(name, reason), stacklevel=5)
+                warnings.warn(effectless(name, reason), stacklevel=levels_to_user())
         elif reason := why(REFUSED, group, name):
             if not asks_for_nothing(group, name, value):
                 raise ValueError(refusal(name, reason))
         else:
             raise ValueError(unknown(name, list(known), group))
+
+
+def levels_to_user() -> int:
+    """The stacklevel of a warning, given by the function that asks, that points at the line that
+    called us.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith(("reference.", "lessons.")):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def effectless(name: str, reason: str) -> str:
