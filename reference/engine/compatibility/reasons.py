@@ -238,7 +238,7 @@ REFUSED = {
         "/v1/completions takes token ids": "/inference/v1/generate",
         "a client that leaves aborts its requests": "/abort_requests /inference/v1/abort_requests",
         "/metrics has the numbers": "/load /server_info /kv_event_sources",
-        "/health and /ready tell, for any platform": "/ping /invocations",
+        "the routes have their own names": "/invocations",
         "/openapi.json describes the routes, and its pages load from the network": "/docs /redoc "
         "/docs/oauth2-redirect",
         "no client changes how the server runs": "/sleep /wake_up /is_sleeping /pause /resume "
