@@ -127,9 +127,9 @@ def engine_on(
     blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
     if proposer is not None:
-        from reference.speculation.speculation import Speculation
+        from reference.speculation.by_load import speculation_over
 
-        speculation = Speculation(runner, scheduler)
+        speculation = speculation_over(runner, scheduler)
     engine = Engine(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )
@@ -234,9 +234,9 @@ def new_scheduler(
         limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
     if proposer is None:
         return ChunkedScheduler(blocks, **limits)
+    from reference.speculation.by_load import chooser_of
     from reference.speculation.lookahead import LookaheadScheduler
 
+    limits |= dict(tree=tree, chooser=chooser_of(args.speculative_config))
     count = args.speculative_config.num_speculative_tokens
-    return LookaheadScheduler(
-        blocks, proposer=proposer, num_speculative_tokens=count, tree=tree, **limits
-    )
+    return LookaheadScheduler(blocks, proposer=proposer, num_speculative_tokens=count, **limits)

@@ -9,9 +9,10 @@ Where a proposer fills trees, the places are the nodes of one, in the order of t
 takes no more places than the answer may still have tokens, so nothing else has to know how large
 trees are: not the pool, not the longest context, not who admits requests.
 
-Two decisions keep a seeded answer the same in any batch. K is a function of the sequence. And the
-newest token of an answer always runs together with its draft: a sequence that was preempted
-computes everything in front of that token again, then goes on as before.
+Two decisions keep a seeded answer the same in any batch. K is a function of the sequence, unless a
+`chooser` sets it anew for each step. And the newest token of an answer always runs together with
+its draft: a sequence that was preempted computes everything in front of that token again, then goes
+on as before.
 """
 
 from functools import lru_cache
@@ -20,6 +21,7 @@ from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l17_tree_speculation.trees.tree import Tree
 from reference.engine.request import EngineSequence
+from reference.speculation.batch_schedule import Chooser
 from reference.speculation.protocol import Proposer
 
 PLACE = 0  # a token until the proposer has drafted one
@@ -43,7 +45,8 @@ class LookaheadScheduler(ChunkedScheduler):
     """A ChunkedScheduler that gives sequences that decode room for a draft.
 
     proposer: how many tokens it could draft at all, and who has to forget. num_speculative_tokens:
-    K. tree: of as many nodes and the root; None: a chain. Other arguments are ChunkedScheduler's.
+    K, or the largest that `chooser` may choose. tree: of as many nodes and the root; None: a chain.
+    Other arguments are ChunkedScheduler's.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class LookaheadScheduler(ChunkedScheduler):
         proposer: Proposer,
         num_speculative_tokens: int,
         tree: Tree | None = None,
+        chooser: Chooser | None = None,
         **arguments,
     ):
         super().__init__(*args, **arguments)
         self.proposer = proposer
         self.num_speculative_tokens = num_speculative_tokens
+        self.count = num_speculative_tokens  # of the step under way
+        self.chooser = chooser
         self.tree = tree
         least = self.max_num_seqs * (1 + num_speculative_tokens)
         if self.max_num_batched_tokens < least:
@@ -64,6 +70,12 @@ class LookaheadScheduler(ChunkedScheduler):
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}; accepted: {least} or "
                 f"more, {1 + num_speculative_tokens} tokens for each of max_num_seqs"
             )
+
+    def schedule(self) -> Step:
+        """As in lesson 15. K is chosen first, once for the whole step."""
+        if self.chooser is not None:
+            self.count = self.chooser.count_for(sum(one.is_decoding for one in self.running))
+        return super().schedule()
 
     def count_for(self, sequence: EngineSequence) -> int:
         """How many tokens are drafted for a sequence that decodes."""
@@ -73,7 +85,7 @@ class LookaheadScheduler(ChunkedScheduler):
             return 0
         most = self.proposer.most(sequence)
         if self.tree is None:
-            return min(self.num_speculative_tokens, left, most)
+            return min(self.count, left, most)
         return len(part_of(self.tree, most, left)) - 1
 
     def give_places(self, sequence: EngineSequence) -> None:

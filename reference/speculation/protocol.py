@@ -22,9 +22,10 @@ For this the proposer must run every token that the target runs, prompts include
 How many tokens are drafted for a sequence depends on that sequence alone, never on who else is
 there or on how much memory is left. So a seeded request gets the same tokens alone and in any
 batch. A draft without a q may hold what it likes, answers of others too, because it changes no
-token. One case is left out: guesses that heads have drawn (draft_sample_method="probabilistic").
-Heads read what the target computed, and the prefix cache, a fork or a preemption may spare it that.
-Then other guesses are drawn, and only the distribution is the same.
+token. Two cases are left out, in which only the distribution is the same. One is a number of drafts
+that is chosen by load (batch_schedule.py, by_load.py), where drafts have a q. The other is guesses
+that heads have drawn (draft_sample_method="probabilistic"). Heads read what the target computed,
+and the prefix cache, a fork or a preemption may spare it that, and then other guesses are drawn.
 
 Source of the parts and of their order: vLLM, vllm/v1/spec_decode.
 """

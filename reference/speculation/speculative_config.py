@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from lessons.l16_speculative_sampling.more.suffixes import LIMITS, Limits
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES, Tree, tree_of_ranks
 from lessons.toolbox.model.arguments import is_number, is_whole, refuse, shown
+from reference.speculation.batch_schedule import Schedule, with_schedule
 
 METHODS = ("draft", "ngram", "suffix", "medusa", "eagle", "mtp")
 DRAFT, NGRAM, SUFFIX, MEDUSA, EAGLE, MTP = METHODS
@@ -48,7 +49,9 @@ class SpeculativeConfig:
     best; None: a chain. draft_sample_method: which tokens heads draft for a request that samples:
     "greedy" (None), its likeliest ones, which changes no token of an answer; "probabilistic": drawn
     ones, of which more are accepted, and which keep the distribution. A draft model's are always
-    drawn.
+    drawn. num_speculative_tokens_per_batch_size: another number for each size of the batch, entries
+    of (first size, last size, number). enable_adaptive_verification: a number is chosen for each
+    step by what was measured. num_speculative_tokens is then the most.
     """
 
     method: str
@@ -62,6 +65,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = LIMITS.min_token_prob
     speculative_token_tree: str | None = None
     draft_sample_method: str | None = None
+    num_speculative_tokens_per_batch_size: Schedule | None = None
+    enable_adaptive_verification: bool = False
 
     @classmethod
     def read(cls, given, target: str | None = None) -> "SpeculativeConfig | None":
@@ -89,7 +94,7 @@ class SpeculativeConfig:
             found = {"num_speculative_tokens": depth} | found
         config = cls(**found | dict(method=method, model=model, **the_count(found)))
         config.check()
-        return config
+        return with_schedule(config)
 
     def check(self) -> None:
         """Raise ValueError for a value that cannot work with any model."""
