@@ -180,7 +180,7 @@ class DrawsFromTheTarget(Verifier):
         return found
 
 
-def chance_of_outputs(model, draft, verifier=None, total=3000) -> float:
+def chance_of_outputs(model, draft, verifier=None, total=3000, chooser=None) -> float:
     """How likely a deviation as large as that of the engine's outputs is."""
     params = dict(temperature=1.0, top_k=4)
     prompt, length = [7, 8, 9, 7, 8], 4
@@ -188,6 +188,7 @@ def chance_of_outputs(model, draft, verifier=None, total=3000) -> float:
     engine = new_engine(model, "draft", draft, max_num_seqs=50, num_gpu_blocks_override=400)
     speculation = engine.speculation
     speculation.verifier = verifier or speculation.verifier
+    engine.scheduler.chooser = chooser
     first = random.randrange(2**40)
     outputs = []
     for start in range(0, total, 50):

@@ -30,8 +30,8 @@ from reference.speculation.lookahead import LookaheadScheduler
 from reference.speculation.speculation import Speculation
 from reference.speculation.speculative_config import SpeculativeConfig
 
-SHARE = 0.015  # of the time, which probes may lose
-PURSE = 8  # steps' time that is in the purse at most, and at the beginning
+SHARE = 0.01  # of the time, which probes may lose
+PURSE = 4  # steps' time that is in the purse at most, and at the beginning
 
 
 class ByLoad:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 # What is believed of a position before its first test, and how many tests that is worth: lesson
 # 16's numbers.
 BELIEVED, BELIEVED_TESTS = 0.75, 8
-RECENT_TESTS = 256  # of a position
+RECENT_TESTS = 64  # of a position
 RECENT_STEPS = 8  # of one kind
 SPIKE = 3  # A step that takes so many times the usual was disturbed by something else.
 
