@@ -84,14 +84,18 @@ class ModelDrafter:
         for index in range(max(counts)):
             active = [b for b, count in enumerate(counts) if count > index]
             some, after = [requests[b] for b in active], [drafted[b] for b in active]
-            new = {r.row: self.lacking(r, tokens) for r, tokens in zip(some, after)}
             rows = torch.tensor([starts[b] + index for b in active], device=device)
-            q[rows] = distributions(self.runner.step(new), some, after)
+            q[rows] = distributions(self.next_logits(some, after), some, after)
             places = [len(request.output) + index for request in some]
             tokens = draw_rows(q[rows], numbers(some, places, DRAFTS, device))
             for b, token in zip(active, tokens.tolist()):
                 drafted[b].append(token)
         return Drafts(drafted, q)
+
+    def next_logits(self, requests: list[Request], drafted: list[list[int]]) -> Tensor:
+        """What the draft says after the drafted tokens of each request: [N, V]."""
+        new = {r.row: self.lacking(r, tokens) for r, tokens in zip(requests, drafted)}
+        return self.runner.step(new)
 
     def lacking(self, request: Request, drafted: list[int]) -> list[int]:
         """The tokens that the draft's cache lacks, one at least."""

@@ -8,6 +8,7 @@ first draft.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -165,13 +166,15 @@ def generate(
     on_token: OnToken | None = None,
     *,
     draft: Decoder | None = None,
+    new_drafter: Callable[..., Drafter] = ModelDrafter,
     num_speculative_tokens: int | AdaptiveCount = 4,
     max_num_seqs: int = MAX_NUM_SEQS,
     block_size: int = BLOCK_SIZE,
     counts: Counts | None = None,
 ) -> list[list[int]]:
     """Draft and verify. draft: a smaller model with the same tokens; None looks n-grams up in the
-    request's own text. num_speculative_tokens: K, or what chooses it. counts: filled in, if given.
+    request's own text. new_drafter: from the draft and its memory to what drafts.
+    num_speculative_tokens: K, or what chooses it. counts: filled in, if given.
 
     Other arguments, result and errors as in lesson 2's `generate`. Greedy tokens are the same as
     there. A seeded request gets the same tokens in any batch, but not those of plain decoding: it
@@ -191,7 +194,7 @@ def generate(
         num_blocks = blocks_of(waiting, max_num_seqs, block_size)
         memory = num_blocks, block_size, max(request.most_cached for request in waiting)
         runner = RewindingRunner.for_model(model, *memory)
-        drafter = NgramDrafter() if draft is None else ModelDrafter(draft, *memory)
+        drafter = NgramDrafter() if draft is None else new_drafter(draft, *memory)
         speculation = Speculation(runner, drafter, choice, on_token)
         if counts is not None:
             speculation.counts = counts
