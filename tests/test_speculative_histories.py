@@ -31,7 +31,7 @@ def trees(draw):
 
 DRAFTING = st.builds(
     Drafting,
-    kind=st.sampled_from(["ngram", "sure", "drawn", "sure tree", "drawn tree"]),
+    kind=st.sampled_from(["ngram", "sure", "drawn", "drawn at once", "sure tree", "drawn tree"]),
     tree=trees(),
     num_speculative_tokens=st.integers(1, 5),
     temperature=st.sampled_from([0.0, 1.0, 1.0]),

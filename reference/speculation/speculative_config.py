@@ -41,7 +41,8 @@ class SpeculativeConfig:
     best; None: a chain. draft_sample_method: which tokens heads draft for a request that samples:
     "greedy" (None), its likeliest ones, which changes no token of an answer; "probabilistic": drawn
     ones, of which more are accepted, and which keep the distribution. A draft model's are always
-    drawn.
+    drawn. parallel_drafting: a draft model guesses all tokens in one pass; it must have been trained
+    for that, and its config.json names the mask (pard_token).
     """
 
     method: str
@@ -51,6 +52,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = SHORTEST_NGRAM
     speculative_token_tree: str | None = None
     draft_sample_method: str | None = None
+    parallel_drafting: bool = False
 
     @classmethod
     def read(cls, given, target: str | None = None) -> "SpeculativeConfig | None":
@@ -98,6 +100,11 @@ class SpeculativeConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             accepted = f"at most prompt_lookup_max ({self.prompt_lookup_max})"
             refuse("speculative_config prompt_lookup_min", self.prompt_lookup_min, accepted)
+        if not isinstance(self.parallel_drafting, bool):
+            refuse("speculative_config parallel_drafting", self.parallel_drafting, "True or False")
+        if self.parallel_drafting and self.method != DRAFT:
+            accepted = f"False with method {self.method!r}; only a draft model has masks here"
+            refuse("speculative_config parallel_drafting", True, accepted)
         self.check_heads()
 
     def check_heads(self) -> None:
