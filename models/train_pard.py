@@ -13,7 +13,7 @@ K masks after each of L tokens would be K · L rows. Conditional drop-token (COD
 the chains at each depth, and only those that were kept at the depth before, because a mask reads
 the keys and values of all masks before it in its chain.
 
-Source: An et al. 2025, PARD (arXiv 2504.18583), section 3.2. The paper learns the tokens of a text;
+Source: An et al. 2025, PARD (arXiv 2504.18583), section 3. The paper learns the tokens of a text;
 here the masks learn the target's probabilities, as models/tiny-draft did.
 """
 

@@ -205,7 +205,9 @@ def test_no_text_has_the_mask(embedded):
 def test_a_model_without_a_mask_is_refused():
     if not is_there("pard"):
         pytest.skip("NOT RUN: the embedded models are not there")
-    with pytest.raises(CheckpointError, match=r"tiny-draft: got pard_token None.*accepted") as error:
+    with pytest.raises(
+        CheckpointError, match=r"tiny-draft: got pard_token None.*accepted"
+    ) as error:
         load_parallel(FOLDERS / "tiny-draft")
     assert "\n" not in str(error.value)
     assert read_mask_token(FOLDERS / "tiny-pard") == 188

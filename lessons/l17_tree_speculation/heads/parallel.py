@@ -10,7 +10,7 @@ one that was trained on with masks (models/train_pard.py), so nothing in its lay
 
 Read `place_logits`, the definition, then `MaskDrafter`, which does the same with a cache.
 
-Sources: An et al. 2025, PARD (arXiv 2504.18583), sections 3.1 and 3.2; vLLM, `parallel_drafting`
+Sources: An et al. 2025, PARD (arXiv 2504.18583), section 3; vLLM, `parallel_drafting`
 of speculative_config and `pard_token` of the draft's config.json.
 """
 
