@@ -201,5 +201,5 @@ class ParallelDraftProposer(DraftModelProposer):
         return super().propose(sequences, counts, tables)
 
     def next_logits(self, rows: list[Row], tables: Tables) -> Tensor:
-        """Those of the pass: a place does not know the tokens that were drawn before it."""
+        """Those of the pass, [B, V]: a place does not know what was drawn before it."""
         return torch.stack([self.places[row.sequence.row][len(row.ahead)] for row in rows])

@@ -31,6 +31,8 @@ from lessons.l17_tree_speculation.heads.parallel import (
     place_logits,
     read_mask_token,
 )
+from lessons.l17_tree_speculation.lab import parallel_counts
+from lessons.l17_tree_speculation.lab.experiments import WAYS
 from lessons.l17_tree_speculation.lab.workload import MODELS as FOLDERS
 from lessons.l17_tree_speculation.lab.workload import embedded_pair, is_there
 from lessons.toolbox.model.config_json import CheckpointError
@@ -211,3 +213,30 @@ def test_a_model_without_a_mask_is_refused():
         load_parallel(FOLDERS / "tiny-draft")
     assert "\n" not in str(error.value)
     assert read_mask_token(FOLDERS / "tiny-pard") == 188
+
+
+@pytest.mark.parametrize("name", ["chain", "parallel"])
+def test_the_counted_tokens(name, embedded, request):
+    """To the last digits with --all; else with four of the prompts, near it."""
+    draft = embedded[1]
+    found = parallel_counts.recorded()["ways"]["greedy"][name]["4"]
+    how = (embedded_pair()[1], ModelDrafter) if name == "chain" else (draft.model, draft.drafter)
+    prompts = parallel_counts.PROMPTS if request.config.getoption("--all") else 4
+    counted = parallel_counts.counted_model(*how, 4, WAYS["greedy"], prompts)
+    assert sum(one.tokens for one in counted) == prompts * parallel_counts.NEW_TOKENS
+    tokens = parallel_counts.tokens_a_pass(counted)
+    # Another machine may round a tie the other way.
+    near = 0.1 if prompts == parallel_counts.PROMPTS else 0.9
+    assert tokens == pytest.approx(found["tokens_a_pass"]["mean"], abs=near)
+    passes = sum(one.draft for one in counted) / sum(one.target for one in counted)
+    # The last passes of an answer have room for fewer guesses, or for none.
+    assert passes == pytest.approx(1 if name == "parallel" else 4, abs=0.5)
+
+
+def test_an_interval_holds_the_mean_and_narrows_with_prompts():
+    rows = [parallel_counts.Counted(32, passes, passes) for passes in (8, 16, 20, 11)]
+    few, many = (parallel_counts.summary(rows * times)["tokens_a_pass"] for times in (1, 16))
+    assert few["mean"] == many["mean"] == pytest.approx(4 * 32 / 55)
+    assert few["low"] < many["low"] < many["mean"] < many["high"] < few["high"]
+    same = parallel_counts.gap(rows, rows)
+    assert same == dict(mean=0, low=0, high=0), "over the same prompts"

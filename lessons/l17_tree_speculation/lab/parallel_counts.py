@@ -19,6 +19,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import generate as generate_plain
+from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l16_speculative_sampling.drafts import Drafter, ModelDrafter
 from lessons.l16_speculative_sampling.generate import Counts as ChainCounts
 from lessons.l16_speculative_sampling.generate import generate as generate_chains
@@ -40,9 +41,14 @@ from lessons.l17_tree_speculation.trees.tree import chain
 
 FILE = Path(__file__).parents[3] / "results" / "counted" / "l17_parallel.json"
 PROMPTS = 32
-COUNTS = (2, DEPTH, 8)  # K
+COUNTS = dict(greedy=(DEPTH, 2 * DEPTH), sampled=(DEPTH,))  # K
 HEADS = ("medusa", "eagle", "mtp")
 SAMPLES = 10_000  # of the bootstrap
+
+
+def recorded() -> dict:
+    """What was counted last."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 class Counted(NamedTuple):
@@ -126,14 +132,15 @@ def gap(ours: list[Counted], theirs: list[Counted]) -> dict[str, float]:
     )
 
 
-def places_right(prompts: int, count: int = max(COUNTS)) -> list[float]:
+def places_right(prompts: int, count: int = 2 * DEPTH) -> list[float]:
     """How often the draft's likeliest token of each place is the target's, if all before it in the
     pass were: [count].
     """
     target, draft = embedded_pair()[0], embedded_parallel()
     asked, right = [0] * count, [0] * count
     for prompt in held_out_prompts(prompts):
-        (answer,) = generate_plain(target, [prompt], NEW_TOKENS + count, WAYS["greedy"])
+        how = dict(sampling=WAYS["greedy"], rung=PREALLOCATED)
+        (answer,) = generate_plain(target, [prompt], NEW_TOKENS + count, **how)
         for begin in range(NEW_TOKENS):
             text = prompt + answer[:begin]
             logits = place_logits(draft.model, text, count, draft.mask_token)
@@ -147,27 +154,9 @@ def places_right(prompts: int, count: int = max(COUNTS)) -> list[float]:
 
 def count_all(prompts: int = PROMPTS) -> dict:
     """Everything that the lesson quotes."""
-    chain_draft, parallel = embedded_pair()[1], embedded_parallel()
-    drafts = {
-        "chain": (chain_draft, ModelDrafter),
-        "parallel": (parallel.model, parallel.drafter),
-        "masks_off": (parallel.model, ModelDrafter),
-    }
-    found = dict(prompts=prompts, new_tokens=NEW_TOKENS, samples=SAMPLES, count=DEPTH, ways={})
-    for name, way in WAYS.items():
-        found["ways"][name] = of_way = {}
-        by_count = {
-            draft: {count: counted_model(*how, count, way, prompts) for count in COUNTS}
-            for draft, how in drafts.items()
-        }
-        for draft, counted in by_count.items():
-            of_way[draft] = {str(count): summary(rows) for count, rows in counted.items()}
-        of_way["parallel_minus_chain"] = {
-            str(count): gap(by_count["parallel"][count], by_count["chain"][count])
-            for count in COUNTS
-        }
-        print(name, json.dumps(of_way), flush=True)
-    greedy = WAYS["greedy"]
+    found = dict(prompts=prompts, new_tokens=NEW_TOKENS, samples=SAMPLES, count=DEPTH)
+    found["ways"] = {name: count_way(name, prompts) for name in WAYS}
+    parallel, greedy = embedded_parallel(), WAYS["greedy"]
     found["heads"] = {kind: summary(counted_heads(kind, greedy, prompts)) for kind in HEADS}
     found["places_right"] = places_right(prompts)
     found["megabytes"] = 2 * sum(p.numel() for p in parallel.model.parameters()) / 1e6
@@ -178,6 +167,28 @@ def count_all(prompts: int = PROMPTS) -> dict:
         million_rows=training["rows_trained"] / 1e6,
     )
     return found
+
+
+def count_way(name: str, prompts: int) -> dict:
+    """The chain of lesson 16's draft beside the same number of guesses in one pass; greedy also the
+    new draft's own chain, which says what the training has done to it without masks.
+    """
+    chain_draft, parallel = embedded_pair()[1], embedded_parallel()
+    drafts = {
+        "chain": (chain_draft, ModelDrafter),
+        "parallel": (parallel.model, parallel.drafter),
+    }
+    if name == "greedy":
+        drafts["own_chain"] = parallel.model, ModelDrafter
+    found, gaps = {}, {}
+    for count in COUNTS[name]:
+        counted = {
+            draft: counted_model(*how, count, WAYS[name], prompts) for draft, how in drafts.items()
+        }
+        for draft, rows in counted.items():
+            found.setdefault(draft, {})[str(count)] = summary(rows)
+        gaps[str(count)] = gap(counted["parallel"], counted["chain"])
+    return found | dict(parallel_minus_chain=gaps)
 
 
 def main() -> None:
