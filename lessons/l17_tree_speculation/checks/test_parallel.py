@@ -240,3 +240,10 @@ def test_an_interval_holds_the_mean_and_narrows_with_prompts():
     assert few["low"] < many["low"] < many["mean"] < many["high"] < few["high"]
     same = parallel_counts.gap(rows, rows)
     assert same == dict(mean=0, low=0, high=0), "over the same prompts"
+
+
+def test_the_even_cost_is_where_both_take_the_same_time():
+    chain, parallel = ([parallel_counts.Counted(120, *passes)] for passes in ((40, 160), (60, 60)))
+    even = parallel_counts.even_cost(chain, parallel)
+    assert even == pytest.approx(0.2)
+    assert 40 + 160 * even == pytest.approx(60 + 60 * even)

@@ -132,6 +132,19 @@ def gap(ours: list[Counted], theirs: list[Counted]) -> dict[str, float]:
     )
 
 
+def even_cost(chain: list[Counted], parallel: list[Counted]) -> float:
+    """t, a pass of the draft over one of the target, from which on the parallel draft is the faster
+    one: where 1 / (tokens a pass) + t · (draft passes a token) is the same for both. A pass over
+    some masks is taken to be as long as one over a token, as it is on a GPU in a small batch.
+    """
+    target, draft = (
+        [sum(getattr(one, name) for one in rows) / sum(one.tokens for one in rows)
+         for rows in (chain, parallel)]
+        for name in ("target", "draft")
+    )  # fmt: skip
+    return (target[1] - target[0]) / (draft[0] - draft[1])
+
+
 def places_right(prompts: int, count: int = 2 * DEPTH) -> list[float]:
     """How often the draft's likeliest token of each place is the target's, if all before it in the
     pass were: [count].
@@ -159,7 +172,8 @@ def count_all(prompts: int = PROMPTS) -> dict:
     parallel, greedy = embedded_parallel(), WAYS["greedy"]
     found["heads"] = {kind: summary(counted_heads(kind, greedy, prompts)) for kind in HEADS}
     found["places_right"] = places_right(prompts)
-    found["megabytes"] = 2 * sum(p.numel() for p in parallel.model.parameters()) / 1e6
+    weights = sum(p.numel() for p in parallel.model.parameters())
+    found |= dict(million_weights=weights / 1e6, megabytes=2 * weights / 1e6)
     training = json.loads((MODELS / "tiny-pard" / "training.json").read_text(encoding="utf-8"))
     found["training"] = dict(
         minutes=training["minutes"],
@@ -180,15 +194,16 @@ def count_way(name: str, prompts: int) -> dict:
     }
     if name == "greedy":
         drafts["own_chain"] = parallel.model, ModelDrafter
-    found, gaps = {}, {}
+    found, gaps, even = {}, {}, {}
     for count in COUNTS[name]:
         counted = {
             draft: counted_model(*how, count, WAYS[name], prompts) for draft, how in drafts.items()
         }
         for draft, rows in counted.items():
             found.setdefault(draft, {})[str(count)] = summary(rows)
-        gaps[str(count)] = gap(counted["parallel"], counted["chain"])
-    return found | dict(parallel_minus_chain=gaps)
+        both = counted["chain"], counted["parallel"]
+        gaps[str(count)], even[str(count)] = gap(*both), even_cost(*both)
+    return found | dict(chain_minus_parallel=gaps, even_cost=even)
 
 
 def main() -> None:
