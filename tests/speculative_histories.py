@@ -20,6 +20,7 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l15_chunked_prefill.lab.histories import Rules
 from lessons.l15_chunked_prefill.lab.virtual import TokenMemory
 from lessons.l15_chunked_prefill.swap import Host, Lender
+from lessons.l16_speculative_sampling.more.suffixes import Limits
 from lessons.l16_speculative_sampling.naive import verify_sequence
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
 from lessons.l17_tree_speculation.heads.drafts import HeadDrafter
@@ -39,6 +40,7 @@ from reference.speculation.proposers import (
 )
 from reference.speculation.protocol import Draft
 from reference.speculation.speculation import Speculation
+from reference.speculation.suffix_proposer import SuffixProposer
 from reference.speculation.tree_guesses import DrawnIfSampled
 from reference.speculation.verification import ACCEPTS, DRAFTS, DRAWS, Row, node_numbers, numbers
 from tests.engine_histories import (
@@ -56,10 +58,12 @@ from tests.engine_histories import (
 OTHERS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(1))
 MASK = 0  # of parallel drafting; a token like any other to the hash
 
+KEPT_ANSWERS = 2  # by suffix decoding
+
 
 class Drafting(NamedTuple):
-    """Who drafts. kind: "ngram"; "sure": it keeps its distributions to itself; "drawn"; "drawn
-    at once": with masks; "sure tree" or "drawn tree": of the shape `tree`.
+    """Who drafts. kind: "ngram"; "suffix"; "sure": it keeps its distributions to itself; "drawn";
+    "drawn at once": with masks; "sure tree" or "drawn tree": of the shape `tree`.
     """
 
     kind: str
@@ -128,6 +132,8 @@ class SureDraft(VirtualDraft):
 def new_proposer(drafting: Drafting, blocks: BlockManager, runner, draft=VirtualDraft):
     if drafting.kind == "ngram":
         return NgramProposer(3)
+    if drafting.kind == "suffix":
+        return SuffixProposer(Limits(8, KEPT_ANSWERS))
     if drafting.shape is not None:
         return VirtualTrees(runner.model, TREE_KINDS[drafting.kind]())
     kinds = {"sure": SureDraft, "drawn at once": VirtualParallel}
@@ -273,6 +279,13 @@ class LookaheadRules(Rules):
         return blocks.blocks_for(end) <= owned <= blocks.blocks_for(sequence.most_cached)
 
 
+def kept_by(proposer) -> dict:
+    """What a proposer holds of requests, by their numbers."""
+    if isinstance(proposer, SuffixProposer):
+        return proposer.cache.own
+    return getattr(proposer, "known", getattr(proposer, "held", {}))
+
+
 class DraftedHistory(History):
     """A history of an engine that speculates."""
 
@@ -318,8 +331,9 @@ class DraftedHistory(History):
     def check_end(self) -> None:
         super().check_end()
         proposer = self.engine.speculation.proposer
-        kept = proposer.known if self.drafting.kind == "ngram" else getattr(proposer, "held", {})
-        assert not kept, "the proposer remembers a request that has gone"
+        assert not kept_by(proposer), "the proposer remembers a request that has gone"
+        if self.drafting.kind == "suffix":
+            assert len(proposer.cache.kept) <= KEPT_ANSWERS
 
 
 # ---------------------------------------------------------------- what every request must get

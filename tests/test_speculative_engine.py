@@ -26,7 +26,8 @@ from reference.trace.recorder import read_trace, traced
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model, random_prompts, run
 
 pytestmark = pytest.mark.usefixtures("seed")
-METHODS = ("ngram", "draft", "medusa", "eagle", "mtp")
+WITHOUT_MODEL = ("ngram", "suffix")
+METHODS = (*WITHOUT_MODEL, "draft", "medusa", "eagle", "mtp")
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +44,14 @@ def drafters(model):
     heads = MedusaHeads(CONFIG.hidden_size, 3), EagleDraft(CONFIG, 32), MTPDraft(CONFIG, 32)
     for part in heads:
         part.to(model.device).eval().requires_grad_(False)
-    return dict(ngram=None, draft=draft) | {part.kind: part for part in heads}
+    return dict(ngram=None, suffix=None, draft=draft) | {part.kind: part for part in heads}
 
 
 def new_engine(model, method=None, drafter=None, count=3, speculative=None, **arguments):
     """speculative: further keys of speculative_config."""
     config = None
     if method is not None:
-        name = None if method == "ngram" else "made here"
+        name = None if method in WITHOUT_MODEL else "made here"
         config = dict(method=method, model=name, num_speculative_tokens=count)
         config |= speculative or {}
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
@@ -278,11 +279,21 @@ def test_an_engine_without_speculation_counts_none(model):
         (dict(method="ngrams", num_speculative_tokens=2), "did you mean 'ngram'?"),
         (dict(method="NGRAM", num_speculative_tokens=2), "did you mean 'ngram'?"),
         (dict(model="models/tiny-eagle3", num_speculative_tokens=2), "'eagle' for models/tiny-eag"),
-        (dict(method="magic", num_speculative_tokens=2), "accepted: draft, ngram, medusa, eagle"),
+        (dict(method="magic", num_speculative_tokens=2), "accepted: draft, ngram, suffix, medusa"),
         (dict(method=3, num_speculative_tokens=2), "method: got 3"),
         (dict(method="ngram", num_speculative_tokens=2, num_tokens=3), "unknown key 'num_tokens'"),
         (dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=4), "at most prompt_loo"),
-        (dict(model="x", num_speculative_tokens=2, prompt_lookup_max=4), "which alone looks up"),
+        (dict(model="x", num_speculative_tokens=2, prompt_lookup_max=4), "which alone reads it"),
+        (dict(method="ngram", num_speculative_tokens=2, suffix_decoding_max_tree_depth=9), "alone"),
+        (dict(method="suffix", prompt_lookup_max=4), "method 'ngram', which alone reads it"),
+        (dict(method="suffix", model="models/tiny"), "None with method 'suffix'"),
+        (dict(method="suffix", draft_sample_method="probabilistic"), "None or greedy with method"),
+        (dict(method="suffix", suffix_decoding_max_tree_depth=0), "tree_depth: got 0; accepted: a"),
+        (dict(method="suffix", suffix_decoding_max_tree_depth=2.0), "tree_depth: got 2.0; accepte"),
+        (dict(method="suffix", suffix_decoding_max_cached_requests=-1), "a whole number, 0 or"),
+        (dict(method="suffix", suffix_decoding_max_spec_factor=-0.5), "a number, 0 or more"),
+        (dict(method="suffix", suffix_decoding_max_spec_factor=float("nan")), "factor: got nan"),
+        (dict(method="suffix", suffix_decoding_min_token_prob=1.5), "a number from 0 to 1"),
         (dict(method="ngram", num_speculative_tokens=2, model="models/tiny"), "None with method"),
         (dict(num_speculative_tokens=2), "method: got None"),
         ("ngram", "None, or a dict"),
@@ -377,3 +388,12 @@ def test_greedy_tokens_are_those_of_naive_generation(model, drafters):
     params = [SamplingParams(temperature=0, max_tokens=n, detokenize=False) for n in limits]
     got = run(new_engine(model, "draft", drafters["draft"]), prompts, params)
     assert [got[str(at)][0] for at in range(3)] == alone(model, prompts, limits)
+
+
+def test_suffixes_have_vllms_keys_and_defaults():
+    config = EngineArgs.read(speculative_config=dict(method="suffix")).speculative_config
+    assert config.num_speculative_tokens == 24
+    assert config.suffix_limits == (24, 10_000, 1.0, 0.1)
+    given = dict(method="suffix", num_speculative_tokens=3, suffix_decoding_max_tree_depth=7)
+    config = EngineArgs.read(speculative_config=given).speculative_config
+    assert (config.num_speculative_tokens, config.suffix_limits.max_tree_depth) == (3, 7)

@@ -4,6 +4,7 @@ A drafter gets requests and how many tokens to draft for each. It returns the to
 were drawn from. It may return fewer, or none.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from lessons.l02_naive_attention.request import Request
 from lessons.l16_speculative_sampling.naive import DRAFTS
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 from lessons.l16_speculative_sampling.stand_ins import draw_rows
-from lessons.toolbox.model.arguments import check_whole
+from lessons.toolbox.model.arguments import check_whole, refuse
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
 
@@ -144,6 +145,19 @@ class NgramDrafter:
         """Nothing is kept."""
 
 
+def drafter_of(
+    draft: Decoder | Drafter | None,
+    *memory: int,
+    new_drafter: Callable[..., Drafter] = ModelDrafter,
+) -> Drafter:
+    """What `generate` drafts with. memory: of a model's cache, as `ModelDrafter` takes it.
+    new_drafter: from a model and that memory to what drafts.
+    """
+    if draft is None:
+        return NgramDrafter()
+    return new_drafter(draft, *memory) if isinstance(draft, Decoder) else draft
+
+
 # ---------------------------------------------------------------- which models fit together
 
 
@@ -166,6 +180,14 @@ def check_vocabulary(target: Decoder, draft: Decoder) -> None:
     ours, theirs = target.config.vocab_size, draft.config.vocab_size
     if ours != theirs:
         raise ValueError(f"draft: got a model of {theirs} tokens; accepted: the target's {ours}")
+
+
+def check_draft(target: Decoder, draft: Decoder | Drafter | None) -> None:
+    """Raise ValueError unless it can draft for the target."""
+    if isinstance(draft, Decoder):
+        check_vocabulary(target, draft)
+    elif draft is not None and not hasattr(draft, "propose"):
+        refuse("draft", draft, "None, a decoder, or a drafter such as SuffixDrafter()")
 
 
 def load_pair(target: str, draft: str) -> tuple[Decoder, Decoder, object]:

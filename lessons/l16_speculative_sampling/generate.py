@@ -2,6 +2,7 @@
 
 generate(model, prompts, max_new_tokens, draft=small)      # a small model drafts
 generate(model, prompts, max_new_tokens)                   # the request's own text drafts
+generate(model, prompts, max_new_tokens, draft=SuffixDrafter())        # and so do earlier answers
 
 Read `Speculation.step`. A prompt needs no step of its own: the pass that reads it also verifies the
 first draft.
@@ -28,10 +29,10 @@ from lessons.l14_continuous_batching.loop import BLOCK_SIZE, MAX_NUM_SEQS, block
 from lessons.l16_speculative_sampling.drafts import (
     Drafter,
     ModelDrafter,
-    NgramDrafter,
     check_count,
-    check_vocabulary,
+    check_draft,
     distributions,
+    drafter_of,
     numbers,
     row_starts,
 )
@@ -165,24 +166,25 @@ def generate(
     sampling: SamplingParams | list[SamplingParams] | None = None,
     on_token: OnToken | None = None,
     *,
-    draft: Decoder | None = None,
+    draft: Decoder | Drafter | None = None,
     new_drafter: Callable[..., Drafter] = ModelDrafter,
     num_speculative_tokens: int | AdaptiveCount = 4,
     max_num_seqs: int = MAX_NUM_SEQS,
     block_size: int = BLOCK_SIZE,
     counts: Counts | None = None,
 ) -> list[list[int]]:
-    """Draft and verify. draft: a smaller model with the same tokens; None looks n-grams up in the
-    request's own text. new_drafter: from the draft and its memory to what drafts.
-    num_speculative_tokens: K, or what chooses it. counts: filled in, if given.
+    """Draft and verify. draft: a smaller model with the same tokens, or a drafter, such as
+    `SuffixDrafter()`; None looks n-grams up in the request's own text. new_drafter: from a model and
+    its memory to what drafts. num_speculative_tokens: K, or what chooses it. counts: filled in, if
+    given.
 
     Other arguments, result and errors as in lesson 2's `generate`. Greedy tokens are the same as
     there. A seeded request gets the same tokens in any batch, but not those of plain decoding: it
-    follows the same distribution with other random numbers.
+    follows the same distribution with other random numbers. Where the draft depends on other
+    requests, as `SuffixDrafter`'s does, so do the tokens of a seed, but not their distribution.
     """
     check_call(model, on_token)
-    if draft is not None:
-        check_vocabulary(model, draft)
+    check_draft(model, draft)
     check_whole(max_num_seqs=max_num_seqs)
     choice = num_speculative_tokens
     if not isinstance(choice, AdaptiveCount):
@@ -194,7 +196,7 @@ def generate(
         num_blocks = blocks_of(waiting, max_num_seqs, block_size)
         memory = num_blocks, block_size, max(request.most_cached for request in waiting)
         runner = RewindingRunner.for_model(model, *memory)
-        drafter = NgramDrafter() if draft is None else new_drafter(draft, *memory)
+        drafter = drafter_of(draft, *memory, new_drafter=new_drafter)
         speculation = Speculation(runner, drafter, choice, on_token)
         if counts is not None:
             speculation.counts = counts

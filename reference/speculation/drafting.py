@@ -35,12 +35,15 @@ from reference.speculation.speculative_config import (
     MTP,
     NGRAM,
     PROBABILISTIC,
+    SUFFIX,
     WITHOUT_MODEL,
     SpeculativeConfig,
 )
+from reference.speculation.suffix_proposer import SuffixProposer
 from reference.speculation.tree_guesses import DrawnIfSampled, RankedAsAsked
 
-Drafter = Decoder | ParallelDraft | Heads | None  # what drafts, as it was loaded; None for n-grams
+# what drafts, as it was loaded; None for text alone
+Drafter = Decoder | ParallelDraft | Heads | None
 
 
 def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -> Drafter:
@@ -127,6 +130,8 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
     config, pool = args.speculative_config, runner.pool
     if config.method == NGRAM:
         return NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+    if config.method == SUFFIX:
+        return SuffixProposer(config.suffix_limits)
     choice = DrawnIfSampled() if config.draft_sample_method == PROBABILISTIC else RankedAsAsked()
     if config.method in HEADS:
         drafter = packed_heads(drafter)

@@ -1,4 +1,5 @@
-"""What the engine asks of a drafter: a draft model, n-grams, Medusa heads, a layer of EAGLE or MTP.
+"""What the engine asks of a drafter: a draft model, n-grams, suffixes, Medusa heads, a layer
+of EAGLE or MTP.
 
 A step of a speculative engine has six parts, and a proposer is called in two of them:
 
@@ -20,7 +21,8 @@ For this the proposer must run every token that the target runs, prompts include
 
 How many tokens are drafted for a sequence depends on that sequence alone, never on who else is
 there or on how much memory is left. So a seeded request gets the same tokens alone and in any
-batch. One case is left out: guesses that heads have drawn (draft_sample_method="probabilistic").
+batch. A draft without a q may hold what it likes, answers of others too, because it changes no
+token. One case is left out: guesses that heads have drawn (draft_sample_method="probabilistic").
 Heads read what the target computed, and the prefix cache, a fork or a preemption may spare it that.
 Then other guesses are drawn, and only the distribution is the same.
 

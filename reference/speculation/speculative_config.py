@@ -4,21 +4,26 @@ import ast
 import difflib
 from dataclasses import dataclass, fields
 
+from lessons.l16_speculative_sampling.more.suffixes import LIMITS, Limits
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES, Tree, tree_of_ranks
-from lessons.toolbox.model.arguments import is_whole, refuse, shown
+from lessons.toolbox.model.arguments import is_number, is_whole, refuse, shown
 
-DRAFT, NGRAM, MEDUSA, EAGLE, MTP = METHODS = ("draft", "ngram", "medusa", "eagle", "mtp")
+METHODS = ("draft", "ngram", "suffix", "medusa", "eagle", "mtp")
+DRAFT, NGRAM, SUFFIX, MEDUSA, EAGLE, MTP = METHODS
 # vLLM's other names for the same
 ALIASES = {"draft_model": DRAFT, "[ngram]": NGRAM, "eagle3": EAGLE}
 ALIASES |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp"), MTP)
 HEADS = (MEDUSA, EAGLE, MTP)  # whose drafts may be trees
-WITHOUT_MODEL = (NGRAM,)  # which look at the text alone
+WITHOUT_MODEL = (NGRAM, SUFFIX)  # which look at the text alone
 AUTO = "auto"  # a tree chosen from what was measured of the heads
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"
 # method -> the ways to draw its drafts that it has, None for the usual one
-WAYS = {DRAFT: (None, PROBABILISTIC), NGRAM: (None, GREEDY)}
+WAYS = {DRAFT: (None, PROBABILISTIC)} | dict.fromkeys(WITHOUT_MODEL, (None, GREEDY))
 WAYS |= dict.fromkeys(HEADS, (None, GREEDY, PROBABILISTIC))
 LONGEST_NGRAM, SHORTEST_NGRAM = 3, 1  # as lesson 16 looks them up
+# key -> the method that alone has it
+ONLY_OF = dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), NGRAM)
+ONLY_OF |= {f"suffix_decoding_{name}": SUFFIX for name in Limits._fields}
 # before vLLM 0.8: argument of the engine -> key of speculative_config
 OLDER = {
     "speculative_model": "model",
@@ -35,7 +40,9 @@ class SpeculativeConfig:
     method: one of METHODS. model: folder or hub name of what drafts; None for n-grams, and for
     "mtp" where the target's own checkpoint has the layer.
     num_speculative_tokens: drafted in a step for each sequence. prompt_lookup_max,
-    prompt_lookup_min: the longest and the shortest n-gram that is looked up.
+    prompt_lookup_min: the longest and the shortest n-gram that is looked up. suffix_decoding_…: the
+    `Limits` of lesson 16's suffix decoding; its drafts have as many tokens as the depth of its tree
+    if no number is given.
     speculative_token_tree: their shape, where heads draft: "[(0,), (1,), (0, 0)]", a way of ranks
     for each node; "auto": the tree of as many nodes that the heads' measured acceptance makes the
     best; None: a chain. draft_sample_method: which tokens heads draft for a request that samples:
@@ -50,6 +57,10 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_max: int = LONGEST_NGRAM
     prompt_lookup_min: int = SHORTEST_NGRAM
+    suffix_decoding_max_tree_depth: int = LIMITS.max_tree_depth
+    suffix_decoding_max_cached_requests: int = LIMITS.max_cached_requests
+    suffix_decoding_max_spec_factor: float = LIMITS.max_spec_factor
+    suffix_decoding_min_token_prob: float = LIMITS.min_token_prob
     speculative_token_tree: str | None = None
     draft_sample_method: str | None = None
     parallel_drafting: bool = False
@@ -75,6 +86,9 @@ class SpeculativeConfig:
         if (tree := read_tree(found.get("speculative_token_tree"))) is not None:
             found = {"num_speculative_tokens": len(tree) - 1} | found
             found["speculative_token_tree"] = str(found["speculative_token_tree"])
+        if method == SUFFIX:  # as in vLLM, where the number is a limit
+            depth = found.get("suffix_decoding_max_tree_depth", LIMITS.max_tree_depth)
+            found = {"num_speculative_tokens": depth} | found
         config = cls(**found | dict(method=method, model=model, **the_count(found)))
         config.check()
         return config
@@ -86,13 +100,12 @@ class SpeculativeConfig:
             refuse("speculative_config model", None, accepted)
         if self.method in WITHOUT_MODEL and self.model is not None:
             refuse("speculative_config model", self.model, f"None with method {self.method!r}")
-        lookups = self.prompt_lookup_max, self.prompt_lookup_min
-        if self.method != NGRAM and lookups != (LONGEST_NGRAM, SHORTEST_NGRAM):
-            given = f"prompt_lookup_max {shown(lookups[0])}, prompt_lookup_min {shown(lookups[1])}"
-            raise ValueError(
-                f"speculative_config: got {given} with method {self.method!r}; accepted: "
-                f"method 'ngram', which alone looks up"
-            )
+        for field in fields(self):
+            owner, value = ONLY_OF.get(field.name, self.method), getattr(self, field.name)
+            if owner != self.method and value != field.default:
+                accepted = f"method {owner!r}, which alone reads it, not {self.method!r}"
+                refuse(f"speculative_config {field.name}", value, accepted)
+        self.check_suffixes()  # first, because the depth may be the number of tokens, too
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             if not is_whole(getattr(self, name)):
                 accepted = "a whole number, 1 or more and below 2**31"
@@ -106,6 +119,19 @@ class SpeculativeConfig:
             accepted = f"False with method {self.method!r}; only a draft model has masks here"
             refuse("speculative_config parallel_drafting", True, accepted)
         self.check_heads()
+
+    def check_suffixes(self) -> None:
+        """Raise ValueError for limits that are none."""
+        depth, cached, factor, least = self.suffix_limits
+        for fits, name, accepted in (
+            (is_whole(depth), "max_tree_depth", "a whole number, 1 or more and below 2**31"),
+            (is_whole(cached, 0), "max_cached_requests", "a whole number, 0 or more, below 2**31"),
+            (is_number(factor, 0), "max_spec_factor", "a number, 0 or more"),
+            (is_number(least, 0, 1), "min_token_prob", "a number from 0 to 1"),
+        ):
+            if not fits:
+                value = getattr(self.suffix_limits, name)
+                refuse(f"speculative_config suffix_decoding_{name}", value, accepted)
 
     def check_heads(self) -> None:
         """Raise ValueError for a shape or a way to draw that does not fit."""
@@ -123,6 +149,11 @@ class SpeculativeConfig:
         if self.draft_sample_method not in ways:
             accepted = f"{' or '.join(map(str, ways))} with method {name!r}"
             refuse("speculative_config draft_sample_method", self.draft_sample_method, accepted)
+
+    @property
+    def suffix_limits(self) -> Limits:
+        """How far suffix decoding goes."""
+        return Limits(*(getattr(self, f"suffix_decoding_{name}") for name in Limits._fields))
 
     @property
     def tree(self) -> Tree | None:

@@ -2,13 +2,14 @@
 the speed-up is the average of what can happen.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token
 from lessons.l16_speculative_sampling.generate import Counts, generate
-from lessons.l16_speculative_sampling.lab import pictures
+from lessons.l16_speculative_sampling.lab import pictures, repeats
 from lessons.l16_speculative_sampling.lab.experiments import (
     ALPHAS,
     COUNT,
@@ -74,6 +75,27 @@ def test_the_counted_acceptance_of_the_readme(way, who, request):
         counts = counted(way, who == "tiny-draft", requests=4)
         assert counts.alpha == pytest.approx(alpha, abs=0.25)
         assert 1 <= tokens_a_step(counts) <= COUNT + 1
+
+
+@pytest.mark.parametrize("name", repeats.DRAFTERS)
+@pytest.mark.parametrize("title", repeats.WORKLOADS)
+def test_the_counted_repeats(title, name, request):
+    """Only with --all, because a part of the requests says little about all of them."""
+    if not request.config.getoption("--all"):
+        pytest.skip("NOT RUN: takes minutes, try --all")
+    recorded = json.loads(repeats.FILE.read_text(encoding="utf-8"))[title][name]
+    # Another machine may round a tie the other way.
+    assert repeats.counted(repeats.WORKLOADS[title], name) == pytest.approx(recorded, rel=0.05)
+
+
+def test_a_few_repeats():
+    """A repeated request's answer is drafted nearly whole, an n-gram draft knows nothing of it."""
+    if not (MODELS / "tiny" / "model.safetensors").exists():
+        pytest.skip("NOT RUN: models/tiny is not there")
+    again = repeats.WORKLOADS["again"]
+    found = {name: repeats.counted(again, name, requests=3) for name in ("ngram_16", "suffix")}
+    assert found["suffix"]["kept"] > 3 * found["ngram_16"]["kept"]
+    assert found["suffix"]["kept"] > 0.8 * found["suffix"]["drafted"]
 
 
 def test_what_one_prompt_emits_in_a_pass():

@@ -17,6 +17,7 @@ from lessons.l16_speculative_sampling import generate as rung
 from lessons.l16_speculative_sampling.drafts import load_pair, lookup
 from lessons.l16_speculative_sampling.generate import Counts, generate
 from lessons.l16_speculative_sampling.more.adaptive import AdaptiveCount
+from lessons.l16_speculative_sampling.more.suffixes import SuffixDrafter
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,10 +48,11 @@ def teller(seen):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.sample(3)
 def test_greedy_tokens_are_those_of_plain_decoding(kind, memory, seed):
-    """In float64, where nothing ties. The draft: the target, a stranger, the request's own text."""
+    """In float64, where nothing ties. The draft: the target, a stranger, the request's own text, and
+    earlier answers."""
     model, prompts = MODELS[kind](), new_prompts(*LENGTHS)
     expected = one_at_a_time.generate(model, prompts, LIMITS)
-    for draft in (model, new_model(), None):
+    for draft in (model, new_model(), None, SuffixDrafter()):
         seen = [[] for _ in prompts]
         got = generate(model, prompts, LIMITS, None, teller(seen), draft=draft, **memory)
         assert got == seen == expected
@@ -233,6 +235,8 @@ def test_what_is_refused(seed, monkeypatch):
     model, prompts = new_model(), new_prompts(3)
     with pytest.raises(ValueError, match="draft: got a model of 54 tokens; accepted: the target's"):
         generate(model, prompts, 3, draft=new_model(vocab_size=54))
+    with pytest.raises(ValueError, match="draft: got 'models/tiny'; accepted: None, a decoder, or"):
+        generate(model, prompts, 3, draft="models/tiny")
     with pytest.raises(ValueError, match="num_speculative_tokens: got -1"):
         generate(model, prompts, 3, num_speculative_tokens=-1)
     with pytest.raises(ValueError, match="max_new_tokens"):

@@ -30,10 +30,18 @@ def embedded_pair() -> tuple[Decoder, Decoder, object]:
     return target.to(default_device()), draft.to(default_device()), tokenizer
 
 
+def held_out_texts() -> list[str]:
+    """The ladder's prompts."""
+    return [request["prompt"] for request in json.loads((MODELS / "prompts.json").read_text())]
+
+
+def ends_of(texts: list[str]) -> list[list[int]]:
+    """The last tokens of each text, at most 96."""
+    encoded = embedded_pair()[2](texts, add_special_tokens=False)["input_ids"]
+    return [ids[-MOST_PROMPT:] for ids in encoded]
+
+
 def held_out_prompts(count: int) -> list[list[int]]:
-    """The ends of the ladder's prompts, at most 96 tokens each, over again if they are too few."""
-    tokenizer = embedded_pair()[2]
-    texts = [request["prompt"] for request in json.loads((MODELS / "prompts.json").read_text())]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    encoded = [ids[-MOST_PROMPT:] for ids in encoded]
+    """The ends of the ladder's prompts, over again if they are too few."""
+    encoded = ends_of(held_out_texts())
     return [encoded[index % len(encoded)] for index in range(count)]
