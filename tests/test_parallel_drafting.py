@@ -93,33 +93,38 @@ def test_sampled_outputs_follow_the_targets_distribution(model, draft):
     assert chance_of(*chi_squared(sequences(tables, outputs), tables.expected * total)) > 1e-9
 
 
-def test_a_step_runs_the_draft_once(model, draft, monkeypatch):
-    """Beside the passes that complete full blocks, which a chain has, too."""
-    passes = {}
-    for kind, drafter in ((ParallelDraftProposer, draft), (DraftModelProposer, draft.model)):
-        engine = new_engine(model, "draft", drafter, count=5, block_size=32)
-        proposer, steps = engine.speculation.proposer, 0
-        assert type(proposer) is kind
-        made, ran = proposer.propose, proposer.runner.run
-        seen = []
+@pytest.mark.parametrize("kind", [ParallelDraftProposer, DraftModelProposer])
+def test_a_step_runs_the_draft_once(model, draft, monkeypatch, kind):
+    """And over few tokens: what stayed of the last draft, the newest one, and masks. A chain takes a
+    pass for each guess. One block, because a full one is completed with a pass of its own.
+    """
+    count, runs, steps = 5, [], []
+    drafter = draft if kind is ParallelDraftProposer else draft.model
+    engine = new_engine(model, "draft", drafter, count=count, block_size=64)
+    proposer = engine.speculation.proposer
+    assert type(proposer) is kind
+    made, ran = proposer.propose, proposer.runner.run
 
-        def proposed(*args, made=made, seen=seen):
-            before = len(seen)
-            drafts = made(*args)
-            passes.setdefault(len(args[1]) and max(args[1]), []).append(len(seen) - before)
-            return drafts
+    def run_and_note(chunks, tables):
+        runs.append(sum(len(tokens) for tokens, _ in chunks))
+        return ran(chunks, tables)
 
-        monkeypatch.setattr(proposer, "propose", proposed)
-        monkeypatch.setattr(proposer.runner, "run", lambda *a, r=ran, s=seen: s.append(0) or r(*a))
-        engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=7, detokenize=False))
-        while engine.has_unfinished_requests:
-            engine.step()
-            steps += 1
-        if kind is ParallelDraftProposer:
-            assert passes and {each for found in passes.values() for each in found} == {1}
-        else:
-            assert all(set(found) == {count} for count, found in passes.items())
-        passes.clear()
+    def propose_and_note(sequences, counts, tables):
+        before = len(runs)
+        drafts = made(sequences, counts, tables)
+        steps.append((max(counts), len(runs) - before))
+        return drafts
+
+    monkeypatch.setattr(proposer.runner, "run", run_and_note)
+    monkeypatch.setattr(proposer, "propose", propose_and_note)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=25, detokenize=False))
+    while engine.has_unfinished_requests:
+        engine.step()
+    if kind is ParallelDraftProposer:
+        assert {passes for _, passes in steps} == {1}
+        assert max(runs[1:]) <= 2 * count, "after the prompt"
+    else:
+        assert all(passes == most for most, passes in steps)
 
 
 # ---------------------------------------------------------------- histories
