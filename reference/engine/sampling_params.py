@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.toolbox.model.arguments import check_counts, check_kind, is_number, is_whole, refuse
+from reference.engine.engine_args import takes_vllm_names
 
 if TYPE_CHECKING:
     from reference.features.structured import StructuredOutputsParams
@@ -17,6 +18,7 @@ DRAWN_BY = tuple(field.name for field in fields(RowParams))
 SWITCHES = ("include_stop_str_in_output", "detokenize", "skip_special_tokens", "flat_logprobs")
 
 
+@takes_vllm_names("SamplingParams")
 @dataclass(frozen=True)
 class SamplingParams:
     """One request's wishes. Raises ValueError for a value that cannot work, with what can.

@@ -23,6 +23,7 @@ from lessons.l12_paged_kv.more.branches import Beam
 from lessons.toolbox.model.arguments import check_kind, check_whole, is_number, refuse
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.engine import Engine
+from reference.engine.engine_args import takes_vllm_names
 from reference.features.beam_runner import SearchRunner
 from reference.features.structured import (
     Constraint,
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
 FAILED = object()  # a grammar that cannot be followed any more
 
 
+@takes_vllm_names("BeamSearchParams")
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How a search goes. Raises ValueError for a value that cannot work.
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by (tokens of prompt
-    and answer, without a stop token) ** length_penalty. temperature: guides pass it; it changes
-    nothing, because scores are those of the model's own distribution. structured_outputs: which
-    texts are answers, guided_decoding: its older name; scores stay those of the model, not made
-    larger because other tokens are forbidden.
+    and answer, without a stop token) ** length_penalty. temperature changes nothing, because scores
+    are those of the model's own distribution. structured_outputs, and guided_decoding, its older
+    name: which texts are answers; scores stay those of the model.
     """
 
     beam_width: int
@@ -55,24 +56,23 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # whether `text` shows the stop token
+    skip_special_tokens: bool = True  # in `text`
     structured_outputs: StructuredOutputsParams | dict | None = None
     guided_decoding: StructuredOutputsParams | dict | None = None
 
     def __post_init__(self):
         for name in ("structured_outputs", "guided_decoding"):
-            # frozen, so that a search cannot change under way
             object.__setattr__(self, name, read_structured(name, getattr(self, name)))
         if self.structured_outputs and self.guided_decoding:
             refuse("guided_decoding", self.guided_decoding, "None beside structured_outputs")
         if self.structure and self.ignore_eos is True:
             refuse("ignore_eos", True, "False, because such an answer ends where its text does")
         check_whole(beam_width=self.beam_width, max_tokens=self.max_tokens)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_kind(bool, "True or False", **{name: getattr(self, name)})
         if not is_number(self.temperature, 0):
             refuse("temperature", self.temperature, "a finite number, 0 or more")
-        # Wider bounds would take the divisor out of a float's range.
-        if not is_number(self.length_penalty, -10, 10):
+        if not is_number(self.length_penalty, -10, 10):  # wider ones overflow the divisor
             refuse("length_penalty", self.length_penalty, "a number from -10 to 10")
 
     @property
@@ -179,7 +179,8 @@ class Search:
         stop = last if last in self.stop_token_ids else None
         is_hidden = stop is not None and not self.params.include_stop_str_in_output
         shown = tokens[:-1] if is_hidden else tokens
-        text = None if tokenizer is None else tokenizer.decode(shown)
+        skip = self.params.skip_special_tokens
+        text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=skip)
         reason = "length" if stop is None else "stop"
         return BeamSearchSequence(tokens, beam.logprob, text, reason, stop)
 

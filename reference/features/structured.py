@@ -31,10 +31,12 @@ from lessons.l24_structured_outputs.matcher import State, TooAmbiguous
 from lessons.l24_structured_outputs.optimized import TokenMasks
 from lessons.l24_structured_outputs.vocabulary import Vocabulary, bytes_of_tokens
 from lessons.toolbox.model.arguments import check_kind, refuse
+from reference.engine.engine_args import takes_vllm_names
 
 MOST_KEPT = 64  # compiled structures
 
 
+@takes_vllm_names("StructuredOutputsParams")
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """One of the first five says which texts are answers. Raises ValueError for anything else.

@@ -10,9 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from reference.engine.async_engine import AsyncLLMEngine
+from reference.engine.compatibility.reading import route_reason
 from reference.engine.process.client import AsyncProcessEngine
 from reference.features.lora import LoRARequest
 from reference.server.args import ServerArgs
+from reference.server.effects import Effects
 from reference.server.errors import ApiError, of_validation, response_of
 from reference.server.limits import Limits
 from reference.server.metrics import Counted
@@ -61,6 +63,7 @@ def new_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_exception_handler(Exception, apologise)
     # The last that is added is the first that a request meets.
+    app.add_middleware(Effects)
     app.add_middleware(Limits, args=args)
     if args.allowed_origins:
         app.add_middleware(
@@ -91,7 +94,10 @@ async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
     """An unknown path, or another method than the path has."""
     path = request.url.path
     hint = "accepted: a path of /openapi.json"
-    if error.status_code == 405:
+    reason = route_reason(path) if error.status_code == 404 else None
+    if reason:
+        hint = f"a path of vLLM that this server does not have, because {reason}"
+    elif error.status_code == 405:
         hint = f"accepted: {(error.headers or {}).get('Allow', 'another method')}"
     elif near := difflib.get_close_matches(path[:100], request.app.state.paths, 1):
         hint = f"did you mean {near[0]}?"

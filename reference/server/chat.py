@@ -45,7 +45,7 @@ def for_template(
     """Messages as templates expect them: text is one string, arguments of calls are objects."""
     found = []
     for at, message in enumerate(messages):
-        role = "system" if message.role == "developer" else message.role
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         content = text_of(message.content, f"messages[{at}].content", image_token)
         entry = {"role": role, "content": content or message.refusal or ""}
         if message.name is not None:
@@ -94,10 +94,10 @@ async def prompt_of(
     entries = for_template(messages, service.image_token)
     offered = [tool.model_dump(exclude_none=True) for tool in tools or []] or None
     if how.chat_template is None:
-        text = service.template.render(entries, offered, **more)
+        text = service.template.render(entries, offered, more)
     elif service.args.trust_request_chat_template:
         render = service.template.render_request
-        text = await asyncio.to_thread(render, how.chat_template, entries, offered, **more)
+        text = await asyncio.to_thread(render, how.chat_template, entries, offered, more)
     else:
         accepted = "none, because the server was started without --trust-request-chat-template"
         raise refused("chat_template", how.chat_template, accepted)

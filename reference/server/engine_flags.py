@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from reference.engine.async_engine import AsyncEngineArgs
-from reference.engine.engine_args import BACKENDS, CHOICES
+from reference.engine.engine_args import BACKENDS, CHOICES, SPECULATIVE
 from reference.weights.quantization import METHODS
 
 JSON_FLAGS = ("speculative_config",)
@@ -70,6 +70,10 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
             option = group.add_argument(flag, default=argparse.SUPPRESS, **reading_of(field))
             # only now, because argparse adds a default of its own to the help of --no-…
             option.help = HELP[field.name].format(field.default)
+    for name, key in SPECULATIVE.items():
+        flag, kind = f"--{name.replace('_', '-')}", int if name == "spec_tokens" else str
+        text = f"{key} of --speculative-config"
+        group.add_argument(flag, default=argparse.SUPPRESS, type=kind, help=text)
 
 
 def reading_of(field: Field) -> dict[str, Any]:

@@ -9,42 +9,38 @@ A flag is honoured, or accepted without effect and said so, or refused with the 
 import argparse
 import difflib
 import os
+from functools import cache
 from typing import Any
 
 from lessons.toolbox.command import OneLineParser
+from reference.engine.compatibility.reading import effectless, refusal, vllm_names, why
+from reference.engine.compatibility.reasons import REFUSED, WITHOUT_EFFECT
 from reference.server.engine_flags import as_json, engine_options
 
-# What guides pass to vllm serve and what changes nothing here. Values: whether it takes one, and
-# why it has no effect.
-WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
-    "trust-remote-code": (False, "no code of a checkpoint is ever run"),
-    "disable-log-requests": (False, "requests are not logged"),
-    "disable-log-stats": (False, "/metrics has the numbers, and nothing is logged"),
-    "enable-log-requests": (False, "requests are not logged"),
-    "max-log-len": (True, "prompts are not logged"),
-    "use-v2-block-manager": (False, "there is one block manager"),
-    "enable-auto-tool-choice": (False, "calls are always read, if a request has tools"),
-    "enable-prompt-tokens-details": (False, "usage always tells cached tokens"),
-    "download-dir": (True, "the hub's own cache is used"),
-    "load-format": (True, "safetensors are found by themselves"),
-    "tokenizer-mode": (True, "there is one kind of tokenizer"),
-    "task": (True, "the server generates, and embeds when it is asked to"),
-    "runner": (True, "the server generates, and embeds when it is asked to"),
-    "guided-decoding-backend": (True, "there is one backend"),
-    "structured-outputs-config": (True, "there is one backend"),
-    "worker-use-ray": (False, "--distributed-executor-backend names who starts the workers"),
-    "max-seq-len-to-capture": (True, "decode graphs reach to max_model_len"),
-    "compilation-config": (True, "decode steps are captured as they are"),
-    "disable-custom-all-reduce": (False, "there is one all-reduce"),
-    "generation-config": (True, "a request's own fields and vLLM's defaults decide"),
-    "chat-template-content-format": (True, "a template gets text"),
-    "uvicorn-log-config": (True, "--uvicorn-log-level is there"),
-    "h11-max-header-count": (True, "headers have a limit in bytes"),
-    "enable-request-id-headers": (False, "an answer's id is in its body"),
-    "api-server-count": (True, "one process serves"),
+# Flags of older versions of vLLM that change nothing here. Values: as argparse's nargs, and why.
+OLDER = {
+    "disable-log-requests": (0, "requests are not logged"),
+    "use-v2-block-manager": (0, "there is one block manager"),
+    "task": (None, "the server generates, and embeds when it is asked to"),
+    "guided-decoding-backend": (None, "there is one backend"),
+    "worker-use-ray": (0, "--distributed-executor-backend names who starts the workers"),
+    "max-seq-len-to-capture": (None, "decode graphs reach to max_model_len"),
+    "uvicorn-log-config": (None, "--uvicorn-log-level is there"),
 }
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
          "-dp": "--data-parallel-size"}  # fmt: skip
+
+
+@cache
+def without_effect() -> dict[str, tuple[int | str | None, str]]:
+    """OLDER, and such flags of today's vLLM: {flag: (nargs, why)}."""
+    takes = {"": 0, "value": None, "values": "+"}
+    found = {
+        flag.removeprefix("--"): (takes[kind], reason)
+        for flag, kind in vllm_names()["vllm serve"].items()
+        if (reason := why(WITHOUT_EFFECT, "vllm serve", flag))
+    }
+    return OLDER | found
 
 
 def names(text: str) -> list[str]:
@@ -122,9 +118,10 @@ def new_parser(prog: str) -> OneLineParser:
     server_options(parser)
     engine_options(parser)
     group = parser.add_argument_group("accepted without effect")
-    for name, (has_value, why) in WITHOUT_EFFECT.items():
-        how = {} if has_value else {"action": "store_true"}
-        group.add_argument(f"--{name}", help=why, default=argparse.SUPPRESS, **how)
+    for name, (nargs, reason) in without_effect().items():
+        how = {"action": argparse.BooleanOptionalAction} if nargs == 0 else {"nargs": nargs}
+        option = group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how)
+        option.help = reason  # only now, because argparse adds a default to the help of --no-…
     return parser
 
 
@@ -143,6 +140,8 @@ def parse(arguments: list[str], prog: str) -> argparse.Namespace:
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         name = unknown[0].partition("=")[0]
+        if reason := why(REFUSED, "vllm serve", name.replace("--no-", "--", 1)):
+            parser.error(refusal(name, reason, "a flag"))
         near = difflib.get_close_matches(name, flags, 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists what is accepted"
         parser.error(f"{unknown[0]}: unknown argument; {hint}")
@@ -157,8 +156,8 @@ def notes(found: argparse.Namespace) -> list[str]:
     """A line for every flag that has no effect."""
     given = vars(found)
     return [
-        f"--{name}: accepted without effect, because {why}"
-        for name, (_, why) in WITHOUT_EFFECT.items()
+        effectless(f"--{name}", reason)
+        for name, (_, reason) in without_effect().items()
         if name.replace("-", "_") in given
     ]
 
@@ -173,7 +172,7 @@ def read_args(found: argparse.Namespace):
     given = {
         name: value
         for name, value in vars(found).items()
-        if name.replace("_", "-") not in WITHOUT_EFFECT
+        if name.replace("_", "-") not in without_effect()
     }
     model = given.pop("model") or given.pop("model_tag", None) or AsyncEngineArgs.model
     given.pop("model_tag", None)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from reference.engine.outputs import Logprobs
+from reference.engine.outputs import Logprob, Logprobs
 from reference.server.tokens import Tokens
 
 LOWEST = -9999.0  # JSON has no −∞
@@ -16,9 +16,19 @@ class TokenNames:
         self.tokens = tokens
         self.as_ids = as_ids
 
-    def __call__(self, token: int) -> str:
-        """The token's name."""
-        return f"token_id:{token}" if self.as_ids else self.tokens.text_of(token)
+    def __call__(self, token: int, found: Logprob | None = None) -> str:
+        """The token's name. found: what is known of it at its place: of a character of several
+        tokens the last one has it all, and the others nothing.
+        """
+        if self.as_ids:
+            return f"token_id:{token}"
+        return self.text(token, found)
+
+    def text(self, token: int, found: Logprob | None) -> str:
+        """What it adds to the text before it."""
+        if found is None or found.decoded_token is None:
+            return self.tokens.text_of(token)
+        return found.decoded_token
 
 
 def number(logprob: float) -> float:
@@ -34,15 +44,16 @@ def for_completion(
     """
     offsets, texts, values, tops = [], [], [], []
     for token, found in zip(ids, logprobs):
-        texts.append(names(token))
+        own = None if found is None else found[token]
+        texts.append(names(token, own))
         offsets.append(offset)
-        offset += 0 if names.tokens.is_special(token) else len(names.tokens.text_of(token))
+        offset += 0 if names.tokens.is_special(token) else len(names.text(token, own))
         if found is None:
             values.append(None)
             tops.append(None)
         else:
             values.append(number(found[token].logprob))
-            tops.append({names(one): number(value.logprob) for one, value in found.items()})
+            tops.append({names(one, value): number(value.logprob) for one, value in found.items()})
     return {
         "text_offset": offsets,
         "token_logprobs": values,
@@ -56,15 +67,16 @@ def for_chat(
 ) -> list[dict[str, Any]]:
     """/v1/chat/completions': an object for each token, with the `count` likeliest ones in it."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        value = number(logprob)
-        return {"token": names(token), "logprob": value, "bytes": names.tokens.bytes_of(token)}
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
+        value = number(found.logprob)
+        known = names.tokens.bytes_of(token)
+        return {"token": names(token, found), "logprob": value, "bytes": known}
 
     found = []
     for token, here in zip(ids, logprobs):
         best = sorted(here.items(), key=lambda pair: pair[1].rank)[:count]
-        top = [entry(one, value.logprob) for one, value in best]
-        found.append({**entry(token, here[token].logprob), "top_logprobs": top})
+        top = [entry(one, value) for one, value in best]
+        found.append({**entry(token, here[token]), "top_logprobs": top})
     return found
 
 
@@ -75,7 +87,11 @@ def of_prompt(logprobs: Sequence[Logprobs | None] | None) -> list[dict[str, Any]
     return [
         here
         and {
-            str(token): {"logprob": number(value.logprob), "rank": value.rank}
+            str(token): {
+                "logprob": number(value.logprob),
+                "rank": value.rank,
+                "decoded_token": value.decoded_token,
+            }
             for token, value in here.items()
         }
         for here in logprobs

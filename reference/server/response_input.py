@@ -5,6 +5,7 @@ from typing import Any
 from reference.engine.sampling_params import SamplingParams
 from reference.server.errors import refused
 from reference.server.pictures import IMAGE_URL
+from reference.server.protocol.base import note
 from reference.server.protocol.chat import (
     ChatMessage,
     ContentPart,
@@ -21,6 +22,7 @@ from reference.server.service import Service
 from reference.server.tools import schema_of
 
 TEXTS = ("input_text", "output_text")
+LOGPROBS = "message.output_text.logprobs"
 
 
 def messages_of(body: ResponsesRequest) -> list[ChatMessage]:
@@ -32,7 +34,14 @@ def messages_of(body: ResponsesRequest) -> list[ChatMessage]:
         return [*found, ChatMessage(role="user", content=body.input)]
     if not body.input:
         raise refused("input", body.input, "a text, or one item at least")
-    return found + [message_of(item, f"input[{at}]") for at, item in enumerate(body.input)]
+    for at, item in enumerate(body.input):
+        if item.type == "reasoning":
+            note("input.reasoning")
+        else:
+            found.append(message_of(item, f"input[{at}]"))
+    if not found:
+        raise refused("input", "reasoning alone", "a message, or a call of a function")
+    return found
 
 
 def message_of(item: InputItem, place: str) -> ChatMessage:
@@ -107,7 +116,9 @@ def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
             accepted = "auto or none together with another form of the answer"
             raise refused("tool_choice", body.tool_choice, accepted)
         form = {"json": schema, "disable_any_whitespace": True, "sent_as": "tools"}
-    wants_logprobs = body.include or body.top_logprobs is not None
+    if set(body.include) - {LOGPROBS}:
+        note("include")
+    wants_logprobs = LOGPROBS in body.include or body.top_logprobs is not None
     return new_params(
         body.max_output_tokens,
         temperature=body.temperature,

@@ -59,6 +59,8 @@ def structured_of(request: SamplingFields) -> dict[str, Any]:
         found["response_format"] = form and form | {"sent_as": "response_format"}
     if request.structured_outputs is not None:
         form = request.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
+        if not form:
+            raise refused("structured_outputs", form, f"one of {', '.join(KINDS)}, json_object")
         found["structured_outputs"] = form
     for kind in KINDS:
         if (value := getattr(request, f"guided_{kind}")) is not None:

@@ -25,7 +25,7 @@ MOST_SECONDS = 2.0  # that it may take
 RESERVED = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
             "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs",
             "padding",
-            "truncation", "max_length", "return_assistant_tokens_mask", "conversation")  # fmt: skip
+            "truncation", "max_length", "return_assistant_tokens_mask", "conversation", "self")  # fmt: skip
 
 
 def read_template(wanted: str | None) -> str | None:
@@ -62,13 +62,18 @@ class ChatTemplate:
             raise ValueError(f"--chat-template: {error}; accepted: one that can render") from None
         return template
 
-    def render(self, messages: list[dict], tools: list[dict] | None = None, **more: Any) -> str:
-        """The prompt's text. more: arguments of the template. Raises ApiError for messages that the
-        template refuses.
+    def render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        more: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. more: arguments of the template, under any names. Raises ApiError for
+        messages that the template refuses.
         """
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self.text, tokenize=False, **more
+                messages, tools=tools, chat_template=self.text, tokenize=False, **(more or {})
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise bad_request(
@@ -76,7 +81,7 @@ class ChatTemplate:
             ) from None
 
     def render_request(
-        self, template: str, messages: list[dict], tools: list[dict] | None, **more: Any
+        self, template: str, messages: list[dict], tools: list[dict] | None, more: dict[str, Any]
     ) -> str:
         """The prompt's text by a client's own template, in a process of its own. It takes as long
         as starting Python does. Raises ApiError.
@@ -86,7 +91,7 @@ class ChatTemplate:
             raise bad_request(
                 f"chat_template: got {len(template)} characters; accepted: {accepted}"
             )
-        if more.pop("continue_final_message", False):
+        if more.get("continue_final_message"):
             raise bad_request(
                 "continue_final_message: got true; accepted: false with chat_template"
             )

@@ -65,7 +65,9 @@ class Tokens:
         found = self.backend.encode(text, add_special_tokens=False)
         if keep is not None:
             around = self.backend.num_special_tokens_to_add(is_pair=False) if special else 0
-            found.truncate(max(0, self.kept(keep) - around), direction="left")
+            # no more than there are, because the tokenizer counts in 64 bits and a client may not
+            most = min(max(0, self.kept(keep) - around), len(found.ids))
+            found.truncate(most, direction="left")
         return self.backend.post_process(found, add_special_tokens=special).ids
 
     def check(self, name: str, ids: list[int]) -> list[int]:

@@ -95,6 +95,30 @@ def test_log_probabilities(live):
         assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
 
 
+def test_a_stream_tells_all_tokens_where_text_is_held_back(live):
+    """A stop string that may have begun holds text back, and so does half a character."""
+    ids = prompt_ids(live)
+    plain = live.tokens_of(ids, SamplingParams(temperature=0, max_tokens=10))[0]
+    start = live.service.tokens.decode(plain[3:4])
+    wishes = dict(stop=[start + "never" * 9], return_token_ids=True)
+    for more in ({}, dict(logit_bias={str(token): 100 for token in range(195, 198)})):
+        whole = live.post("/v1/chat/completions", CHAT | wishes | more).json()
+        chunks = events(
+            live.post("/v1/chat/completions", CHAT | wishes | more | dict(stream=True)).text
+        )
+        told = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+        assert told == whole["choices"][0]["token_ids"] and len(told) == 10
+        assert whole["prompt_token_ids"] == chunks[0]["choices"][0]["prompt_token_ids"] == ids
+
+
+def test_log_probabilities_of_the_prompt_are_beside_the_choices(live):
+    answer = live.post("/v1/chat/completions", CHAT | dict(prompt_logprobs=1)).json()
+    ids, found = prompt_ids(live), answer["prompt_logprobs"]
+    assert found[0] is None and len(found) == len(ids)
+    for token, here in zip(ids[1:], found[1:]):
+        assert here[str(token)]["decoded_token"] == live.service.tokens.text_of(token)
+
+
 def test_a_message_that_is_gone_on_with(live):
     begun = [*MESSAGES, {"role": "assistant", "content": "def g(x):"}]
     body = dict(CHAT, messages=begun, continue_final_message=True, add_generation_prompt=False)

@@ -111,8 +111,10 @@ def test_anthropic(live):
         assert final.usage.output_tokens == whole.usage.output_tokens == 8
         count = client.messages.count_tokens(model="tiny", messages=MESSAGES).input_tokens
         assert count > 4
-        with pytest.raises(anthropic.BadRequestError, match="thinking: got"):
-            client.messages.create(**wishes, extra_body={"thinking": {"type": "adaptive"}})
+        thinking = client.messages.create(**wishes, thinking={"type": "adaptive"}, **extra)
+        assert thinking.content[0].text == text
+        with pytest.raises(anthropic.BadRequestError, match="inference_geo: got"):
+            client.messages.create(**wishes, extra_body={"inference_geo": "eu"})
 
 
 @pytest.mark.sample(2, of="clients of the server")

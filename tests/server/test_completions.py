@@ -93,6 +93,11 @@ def test_echo_and_log_probabilities(live, stream):
     rows = zip(*(found[name] for name in ("tokens", "token_logprobs", "top_logprobs")))
     for token, value, top in list(rows)[1:]:
         assert top[token] == value and 2 <= len(top) <= 3
+    # of a character of several tokens the last one has it all
+    parts = live.service.tokens.encode("prompt", "漢", special=False)
+    body = GREEDY | dict(prompt=[*parts, *parts], echo=True, logprobs=0, max_tokens=0)
+    found = live.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert len(parts) > 1 and found["tokens"][len(parts) :] == [*[""] * (len(parts) - 1), "漢"]
     none = live.post("/v1/completions", GREEDY | dict(echo=True, max_tokens=0)).json()
     assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0
 

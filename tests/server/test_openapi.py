@@ -60,6 +60,12 @@ def test_schemathesis_finds_no_server_error(live, request, path):
     "method, path, status, said",
     [
         ("POST", "/v1/completion", 404, "Not Found; did you mean /v1/completions?"),
+        (
+            "POST",
+            "/sleep",
+            404,
+            "of vLLM that this server does not have, because no client changes how the server runs",
+        ),
         ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
         ("GET", "/model", 404, "did you mean /v1/models?"),
         ("GET", "/qqqqqqqqqqq", 404, "accepted: a path of /openapi.json"),

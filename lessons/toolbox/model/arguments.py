@@ -3,8 +3,11 @@
 These checks run once, where an object is made or a request is read, never in a step.
 """
 
+import functools
+import inspect
 import reprlib
 import sys
+from collections.abc import Callable
 
 LONGEST_LINE = 300  # characters
 _short = reprlib.Repr()
@@ -89,3 +92,28 @@ def named(config, names: str) -> dict:
     one.
     """
     return {name: getattr(config, name) for name in names.split()}
+
+
+def with_other_names(read: Callable[[list[str], dict], None]):
+    """Decorator of a function or a class. Arguments that it does not have go to read(its own names,
+    {name: value}), which refuses them or lets them be, instead of Python's TypeError.
+    """
+
+    def decorated(target):
+        call = target.__init__ if isinstance(target, type) else target
+        known = [name for name in inspect.signature(call).parameters if name != "self"]
+
+        @functools.wraps(call)
+        def checked(*values, **named):
+            others = {name: value for name, value in named.items() if name not in known}
+            if others:
+                read(known, others)
+                named = {name: value for name, value in named.items() if name in known}
+            return call(*values, **named)
+
+        if not isinstance(target, type):
+            return checked
+        target.__init__ = checked
+        return target
+
+    return decorated

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.request import urlopen
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = REPOSITORY / ".venv-peers/bin/python"
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 MODULES = {"vLLM": "vllm", "llama.cpp": "xllamacpp"}
 
 
@@ -91,10 +99,49 @@ def vllm(model: str, compiles: bool = False, **arguments):
     """vLLM. compiles: where times are compared; numbers need no compiling. arguments: of vLLM's
     LLM.
     """
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    quiet |= {} if compiles else {"TORCH_COMPILE_DISABLE": "1"}
+    quiet = QUIET | ({} if compiles else {"TORCH_COMPILE_DISABLE": "1"})
     told = {"model": str(model), **arguments}
     return started("vLLM", "vllm_process.py", quiet, told)
+
+
+@contextmanager
+def vllm_server(model: str, *flags: str) -> Iterator[str]:
+    """vLLM's server on a free port of this machine, and its address. flags: of `vllm serve`. Raises
+    RuntimeError if it ends before it answers.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # not `vllm serve`, which asks for a package of another name than the CPU build's
+    command = [python_with("vLLM"), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--port", port, "--host", "127.0.0.1", *flags]
+    settings = QUIET | {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    process = subprocess.Popen(
+        [*map(str, command)], env=os.environ | settings,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not answers(f"{url}/health"):
+            if process.poll() is not None:
+                raise RuntimeError(f"vLLM's server ended with exit code {process.returncode}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    """Whether a server is there."""
+    try:
+        with urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
 
 
 def llama_cpp(gguf: Path, places: int, context: int):

@@ -4,9 +4,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Refusals, Wire
+from reference.server.protocol.base import Hints, Refusal, Refusals, Wire
 from reference.server.protocol.sampling import (
+    HINTS,
+    NO_CACHE_OPTIONS,
+    NO_REASONING,
+    NO_VERBOSITY,
     ONE_MODEL,
+    ONE_TIER,
     REFUSED,
     STORES_NOTHING,
     SamplingFields,
@@ -23,10 +28,14 @@ class ContentPart(Wire):
     input_audio: dict[str, Any] | None = None
     file: dict[str, Any] | None = None
 
+    is_history: ClassVar[bool] = True
+
 
 class FunctionCall(Wire):
     name: str
     arguments: str = Field(default="{}", description="JSON")
+
+    is_history: ClassVar[bool] = True
 
 
 class ToolCall(Wire):
@@ -35,9 +44,11 @@ class ToolCall(Wire):
     function: FunctionCall
     index: int | None = None  # some clients send back the chunks that they got
 
+    is_history: ClassVar[bool] = True
+
 
 class ChatMessage(Wire):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -47,8 +58,8 @@ class ChatMessage(Wire):
     refused: ClassVar[Refusals] = {
         "audio": Refusal(ONE_MODEL),
         "function_call": Refusal("tool_calls took its place"),
-        "annotations": Refusal(ONE_MODEL, ([],)),
     }
+    is_history: ClassVar[bool] = True
 
 
 class FunctionDefinition(Wire):
@@ -57,10 +68,14 @@ class FunctionDefinition(Wire):
     parameters: dict[str, Any] | None = None
     strict: bool = False
 
+    hints: ClassVar[Hints] = {"cache_control": NO_CACHE_OPTIONS}
+
 
 class Tool(Wire):
     type: Literal["function"] = "function"
     function: FunctionDefinition
+
+    hints: ClassVar[Hints] = {"cache_control": NO_CACHE_OPTIONS}
 
 
 class NamedFunction(Wire):
@@ -84,6 +99,8 @@ class TemplateFields(Wire):
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
+    path: ClassVar[str] = "/v1/chat/completions"
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -101,16 +118,19 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         "modalities": Refusal(ONE_MODEL, (["text"],)),
         "functions": Refusal("tools took its place", ([],)),
         "function_call": Refusal("tool_choice took its place", ("none", "auto")),
-        "metadata": Refusal(STORES_NOTHING, ({},)),
-        "store": Refusal(STORES_NOTHING, (False,)),
         "moderation": Refusal(ONE_MODEL),
-        "prediction": Refusal("a prompt's own n-grams are drafted with --speculative-config"),
-        "prompt_cache_options": Refusal("the prefix cache has no options"),
-        "prompt_cache_retention": Refusal("the prefix cache is in memory", ("in_memory",)),
-        "reasoning_effort": Refusal("the model does not reason apart from its answer", ("none",)),
-        "include_reasoning": Refusal("there is no reasoning apart from the answer", (True, False)),
-        "verbosity": Refusal("the model cannot be told how much to say", ("medium",)),
-        "service_tier": Refusal("there is one tier; priority orders requests", ("auto", "default")),
         "web_search_options": Refusal("nothing is fetched"),
         "echo": Refusal("only /v1/completions repeats the prompt", (False,)),
+    }
+    hints: ClassVar[Hints] = {
+        **HINTS,
+        "metadata": STORES_NOTHING,
+        "store": STORES_NOTHING,
+        "prediction": "a prompt's own n-grams are drafted with --speculative-config",
+        "prompt_cache_options": NO_CACHE_OPTIONS,
+        "prompt_cache_retention": NO_CACHE_OPTIONS,
+        "reasoning_effort": f"{NO_REASONING}; chat_template_kwargs reach the template",
+        "include_reasoning": NO_REASONING,
+        "verbosity": NO_VERBOSITY,
+        "service_tier": ONE_TIER,
     }

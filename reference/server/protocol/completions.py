@@ -11,6 +11,8 @@ Tokens = list[int]
 
 
 class CompletionRequest(SamplingFields):
+    path: ClassVar[str] = "/v1/completions"
+
     prompt: str | list[str] | Tokens | list[Tokens] = Field(
         description="text, token ids, or a list of either"
     )

@@ -13,6 +13,7 @@ from reference.server.protocol.sampling import MOST_CHOICES, SamplingFields
 class LegacyRequest(SamplingFields):
     """vLLM's: every other field is one of SamplingParams."""
 
+    path: ClassVar[str] = "/v1/completions"
     prompt: str | list[int]
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0)

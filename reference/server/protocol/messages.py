@@ -4,8 +4,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Refusals, Wire
-from reference.server.protocol.sampling import ONE_MODEL
+from reference.server.protocol.base import Hints, Refusal, Refusals, Wire
+from reference.server.protocol.sampling import NO_REASONING, ONE_MODEL, ONE_TIER, STORES_NOTHING
 
 CACHES_ITSELF = "the prefix cache finds what is equal by itself"
 
@@ -26,12 +26,14 @@ class Block(Wire):
     source: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = Field(default=None, description=CACHES_ITSELF)
 
-    refused: ClassVar[Refusals] = {"citations": Refusal("nothing is cited", ([],))}
+    is_history: ClassVar[bool] = True
 
 
 class Message(Wire):
     role: Literal["user", "assistant"]
     content: str | list[Block]
+
+    is_history: ClassVar[bool] = True
 
 
 class MessagesTool(Wire):
@@ -43,6 +45,12 @@ class MessagesTool(Wire):
 
     refused: ClassVar[Refusals] = {
         "strict": Refusal("calls are read from the text as it is", (False,))
+    }
+    hints: ClassVar[Hints] = {
+        "allowed_callers": "only the client calls tools",
+        "defer_loading": "all tools are in the prompt",
+        "eager_input_streaming": "a call is sent when it is whole",
+        "input_examples": "the template has no place for them",
     }
 
 
@@ -56,24 +64,31 @@ class Metadata(Wire):
     user_id: str | None = Field(default=None, max_length=512)
 
 
+class OutputConfig(Wire):
+    refused: ClassVar[Refusals] = {
+        "format": Refusal("/v1/chat/completions and /v1/responses have forms of an answer")
+    }
+    hints: ClassVar[Hints] = {"effort": "the model cannot be told how much effort to make"}
+
+
 class CountTokensRequest(Wire):
     """What both requests have."""
 
+    path: ClassVar[str] = "/v1/messages"
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     system: str | list[Block] | None = None
     tools: list[MessagesTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     cache_control: dict[str, Any] | None = Field(default=None, description=CACHES_ITSELF)
+    output_config: OutputConfig | None = None
 
-    refused: ClassVar[Refusals] = {
-        "output_config": Refusal("the model cannot be told how much effort to make", ({},)),
-        "speed": Refusal("there is one speed", ("standard",)),
-        "thinking": Refusal(
-            "the model does not think apart from its answer", ({"type": "disabled"},)
-        ),
-        "user_profile_id": Refusal(ONE_MODEL),
-        "workspace_id": Refusal(ONE_MODEL),
+    hints: ClassVar[Hints] = {
+        "speed": "there is one speed",
+        "thinking": NO_REASONING,
+        "user_profile_id": STORES_NOTHING,
+        "workspace_id": STORES_NOTHING,
+        "context_management": "the whole conversation is read",
     }
 
 
@@ -87,11 +102,12 @@ class MessagesRequest(CountTokensRequest):
     stream: bool = False
 
     refused: ClassVar[Refusals] = {
-        **CountTokensRequest.refused,
         "container": Refusal(ONE_MODEL),
-        "context_management": Refusal("the server keeps no context"),
-        "diagnostics": Refusal(ONE_MODEL),
         "inference_geo": Refusal("there is one place"),
         "mcp_servers": Refusal("the server calls no tools itself", ([],)),
-        "service_tier": Refusal("there is one tier", ("auto", "standard_only")),
+    }
+    hints: ClassVar[Hints] = {
+        **CountTokensRequest.hints,
+        "diagnostics": STORES_NOTHING,
+        "service_tier": ONE_TIER,
     }

@@ -4,8 +4,15 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Refusals, Wire
-from reference.server.protocol.sampling import ONE_MODEL, STORES_NOTHING
+from reference.server.protocol.base import Hints, Refusal, Refusals, Wire
+from reference.server.protocol.sampling import (
+    NO_CACHE_OPTIONS,
+    NO_REASONING,
+    NO_VERBOSITY,
+    ONE_MODEL,
+    ONE_TIER,
+    STORES_NOTHING,
+)
 
 
 class InputPart(Wire):
@@ -16,16 +23,15 @@ class InputPart(Wire):
     file_id: str | None = None
     detail: str | None = None
 
-    refused: ClassVar[Refusals] = {
-        "annotations": Refusal(ONE_MODEL, ([],)),
-        "logprobs": Refusal("they are of an answer", ([],)),
-    }
+    is_history: ClassVar[bool] = True
 
 
 class InputItem(Wire):
-    """A message, a call of a function, or what the function gave."""
+    """A message, a call of a function, what the function gave, or another model's reasoning, which
+    is not read.
+    """
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     id: str | None = None
@@ -34,6 +40,8 @@ class InputItem(Wire):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+
+    is_history: ClassVar[bool] = True
 
 
 class FunctionTool(Wire):
@@ -60,12 +68,12 @@ class TextFormat(Wire):
 class TextConfig(Wire):
     format: TextFormat = TextFormat()
 
-    refused: ClassVar[Refusals] = {
-        "verbosity": Refusal("the model cannot be told how much to say", ("medium",))
-    }
+    hints: ClassVar[Hints] = {"verbosity": NO_VERBOSITY}
 
 
 class ResponsesRequest(Wire):
+    path: ClassVar[str] = "/v1/responses"
+
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
@@ -73,7 +81,7 @@ class ResponsesRequest(Wire):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+    include: list[str] = Field(default_factory=list, max_length=64)
     text: TextConfig = TextConfig()
     tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
@@ -91,15 +99,17 @@ class ResponsesRequest(Wire):
         "context_management": Refusal(STORES_NOTHING, ([],)),
         "conversation": Refusal(STORES_NOTHING),
         "image": Refusal(ONE_MODEL),
-        "max_tool_calls": Refusal("the server calls no tools itself"),
         "moderation": Refusal(ONE_MODEL),
         "previous_response_id": Refusal(STORES_NOTHING),
         "prompt": Refusal("there are no stored prompts"),
-        "prompt_cache_options": Refusal("the prefix cache has no options"),
-        "prompt_cache_retention": Refusal("the prefix cache is in memory", ("in_memory",)),
-        "reasoning": Refusal("the model does not reason apart from its answer", ({},)),
-        "service_tier": Refusal("there is one tier", ("auto", "default")),
-        "store": Refusal(STORES_NOTHING, (False,)),
-        "stream_options": Refusal("chunks are not padded", ({}, {"include_obfuscation": False})),
-        "truncation": Refusal("a prompt that is too long is refused", ("disabled",)),
+    }
+    hints: ClassVar[Hints] = {
+        "max_tool_calls": "it bounds tools that a server calls, and this one calls none",
+        "prompt_cache_options": NO_CACHE_OPTIONS,
+        "prompt_cache_retention": NO_CACHE_OPTIONS,
+        "reasoning": NO_REASONING,
+        "service_tier": ONE_TIER,
+        "store": STORES_NOTHING,
+        "stream_options": "chunks are not padded",
+        "truncation": "a prompt that is too long is refused",
     }

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Refusals, Wire
+from reference.server.protocol.base import Hints, Refusal, Refusals, Wire
 
 MOST_CHOICES = 128  # as OpenAI's n
 ONE_MODEL = "this server answers with text from one model"
@@ -14,27 +14,31 @@ REFUSED = {
     "use_beam_search": Refusal(
         "beams need an idle engine; offline LLM.beam_search does it", (False,)
     ),
-    "length_penalty": Refusal("it ranks beams", (1.0, 1)),
     "spaces_between_special_tokens": Refusal("tokens are joined as they are", (True,)),
     "cache_salt": Refusal("the prefix cache has no salts"),
-    "kv_transfer_params": Refusal("no cache is handed over"),
+    "kv_transfer_params": Refusal("no cache is handed over", ({},)),
     "logits_processors": Refusal("no code of a client is run", ([],)),
     "mm_processor_kwargs": Refusal(ONE_MODEL, ({},)),
-    "vllm_xargs": Refusal("there are no custom extensions", ({},)),
     "structural_tag": Refusal("a grammar can say the same"),
-    "guided_decoding_backend": Refusal("there is one backend", ("auto",)),
     "logprob_token_ids": Refusal("logprobs reports the likeliest tokens"),
 }
+# Of the same requests: what changes no answer.
+HINTS = {
+    "length_penalty": "it ranks beams, and there are none",
+    "vllm_xargs": "it is for extensions of a server, and there are none",
+    "guided_decoding_backend": "there is one backend",
+}
+NO_CACHE_OPTIONS = "the prefix cache finds what is equal by itself, and keeps what it can"
+ONE_TIER = "there is one tier; priority orders requests"
+NO_REASONING = "the model does not reason apart from its answer"
+NO_VERBOSITY = "the model cannot be told how much to say"
 
 
 class StreamOptions(Wire):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # asked for or not, no chunk is padded
 
-    refused: ClassVar[Refusals] = {
-        "include_obfuscation": Refusal("chunks are not padded", (False,))
-    }
+    hints: ClassVar[Hints] = {"include_obfuscation": "chunks are not padded"}
 
 
 class JsonSchema(Wire):
@@ -113,3 +117,4 @@ class SamplingFields(Wire):
     guided_whitespace_pattern: str | None = None
 
     refused: ClassVar[Refusals] = REFUSED
+    hints: ClassVar[Hints] = HINTS

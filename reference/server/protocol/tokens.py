@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from reference.server.protocol.base import Refusal, Refusals, Wire
+from reference.server.protocol.base import Hints, Refusal, Refusals, Wire
 from reference.server.protocol.chat import ChatMessage, TemplateFields, Tool
 from reference.server.protocol.completions import Tokens
 
@@ -12,6 +12,7 @@ from reference.server.protocol.completions import Tokens
 class TokenizeRequest(TemplateFields):
     """A prompt, or messages."""
 
+    path: ClassVar[str] = "/tokenize"
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
@@ -23,11 +24,15 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(Wire):
+    path: ClassVar[str] = "/detokenize"
+
     model: str | None = None
     tokens: Tokens
 
 
 class EmbeddingRequest(Wire):
+    path: ClassVar[str] = "/v1/embeddings"
+
     model: str | None = None
     input: str | list[str] | Tokens | list[Tokens] = Field(
         description="text, token ids, or a list of either"
@@ -40,5 +45,5 @@ class EmbeddingRequest(Wire):
     refused: ClassVar[Refusals] = {
         "dimensions": Refusal("a hidden state cannot be cut shorter without training"),
         "normalize": Refusal("every vector has length 1", (True,)),
-        "priority": Refusal("embeddings do not wait in the queue", (0,)),
     }
+    hints: ClassVar[Hints] = {"priority": "texts are embedded in turns, one client after the other"}

@@ -87,7 +87,7 @@ class Chat:
         }
         if body.return_token_ids:
             found["token_ids"] = delta.token_ids
-            if is_first:
+            if is_first and body.stream:
                 found["prompt_token_ids"] = call.prompts[0]
         return found
 
@@ -99,14 +99,22 @@ class Chat:
         message = {"role": "assistant", "content": text if text or not calls else None}
         message |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
         choice = self.common(answer, is_first, reason) | {"message": message}
-        if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = of_prompt(self.run.outputs[0].prompt_logprobs)
         return choice
+
+    def about_prompt(self) -> dict[str, Any]:
+        """What is asked of the prompt, beside the choices of a whole answer as in vLLM."""
+        found = {}
+        if self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = of_prompt(self.run.outputs[0].prompt_logprobs)
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = self.run.call.prompts[0]
+        return found
 
     def chunk(self, delta: Delta, is_first: bool) -> dict[str, Any] | None:
         """One choice of a chunk; None if there is nothing to tell yet."""
         text, calls, reason = self.read(delta)
-        if not (is_first or text or calls or reason or self.body.logprobs):
+        tells_tokens = self.body.logprobs or self.body.return_token_ids
+        if not (is_first or text or calls or reason or tells_tokens):
             return None
         content = {"role": "assistant", "content": text} if is_first else {}
         if text:
@@ -143,6 +151,6 @@ def new_router(service: Service) -> APIRouter:
         chat = Chat(run, body)
         kinds = ("chat.completion", "chat.completion.chunk")
         choice = chat.chunk if body.stream else chat.whole
-        return OpenAIAnswer(run, body, kinds, choice).response()
+        return OpenAIAnswer(run, body, kinds, choice, chat.about_prompt).response()
 
     return router

@@ -34,10 +34,18 @@ def check_answers(service: Service, prompts: list[list[int]], n: int) -> None:
 class OpenAIAnswer:
     """A call's answer in OpenAI's envelope: whole, or in chunks. choice: what of an answer is
     shown; its second argument says whether it is the answer's first delta. kinds: "object" of both
-    forms.
+    forms. about_prompt: what a whole answer has beside its choices.
     """
 
-    def __init__(self, run: Run, body: SamplingFields, kinds: tuple[str, str], choice: Choice):
+    def __init__(
+        self,
+        run: Run,
+        body: SamplingFields,
+        kinds: tuple[str, str],
+        choice: Choice,
+        about_prompt: Callable[[], dict[str, Any]] = dict,
+    ):
+        self.about_prompt = about_prompt
         self.run = run
         self.body = body
         self.kinds = kinds
@@ -68,7 +76,8 @@ class OpenAIAnswer:
         answers = await self.run.answers()
         choices = [self.choice(answer, True) for answer in answers]
         body = self.envelope(self.kinds[0], choices)
-        return body | {"system_fingerprint": None, "usage": self.run.usage.as_openai()}
+        body |= {"system_fingerprint": None, "usage": self.run.usage.as_openai()}
+        return body | self.about_prompt()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The answer as events."""

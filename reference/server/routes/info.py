@@ -42,6 +42,12 @@ def new_router(service: Service) -> APIRouter:
         """Whether the engine lives. A server that drains does, so that it is not killed."""
         return Response(status_code=200 if engine.failure is None else 503)
 
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Response:
+        """The same, under the name that SageMaker asks."""
+        return await health()
+
     @router.get("/ready")
     async def ready() -> Response:
         """Whether it takes requests. A server that drains does not."""

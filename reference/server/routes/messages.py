@@ -15,6 +15,7 @@ from reference.server.conversation import AnswerReader
 from reference.server.errors import refused
 from reference.server.generation import Run
 from reference.server.pictures import IMAGE_URL, of_anthropic
+from reference.server.protocol.base import note
 from reference.server.protocol.chat import (
     ChatMessage,
     ContentPart,
@@ -33,6 +34,10 @@ from reference.server.service import Service
 from reference.server.streaming import EventStream, Watched, Whole, event
 from reference.server.tools import CalledTool, Part, schema_of
 from reference.vision.pictures import Picture
+
+# Of earlier answers, perhaps another model's. Templates have no place for them.
+THOUGHTS = ("thinking", "redacted_thinking")
+ELSEWHERE = ("tool_use", "tool_result", *THOUGHTS)
 
 # ---------------------------------------------------------------- into OpenAI's form
 
@@ -66,7 +71,9 @@ def messages_of(body: CountTokensRequest) -> list[ChatMessage]:
                 found.append(
                     ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
                 )
-        others = [block for block in blocks if block.type not in ("tool_use", "tool_result")]
+        others = [block for block in blocks if block.type not in ELSEWHERE]
+        if any(block.type in THOUGHTS for block in blocks):
+            note("messages.thinking")
         if others or calls:
             content = parts_of(others, place)
             found.append(ChatMessage(role=message.role, content=content, tool_calls=calls or None))

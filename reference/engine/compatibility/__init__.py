@@ -1,0 +1,1 @@
+"""vLLM's names, and what each does here: README.md."""
