@@ -134,7 +134,7 @@ def test_users_take_turns_at_embedding(live, monkeypatch):
             await asyncio.gather(*many, return_exceptions=True)
             return passed
 
-    assert asyncio.run(both()) < 30, "4 texts of one user and as many of the other"
+    assert asyncio.run(both()) < 14, "4 texts of one user and as many of the other"
 
 
 def test_late_vectors_are_not_waited_for(running, monkeypatch):
