@@ -8,6 +8,7 @@ Every number in it is measured or recorded.
 
 import json
 
+from lessons.l17_tree_speculation.lab import parallel_counts
 from lessons.l17_tree_speculation.lab.experiments import DEPTH, recorded
 from models.tokenizer import HERE
 from models.train_heads import (
@@ -20,6 +21,7 @@ from models.train_heads import (
     RARE,
     WINDOW,
 )
+from models.train_pard import COUNT, KEPT, LEAST_KEPT, RATE
 
 
 def card() -> str:
@@ -74,7 +76,45 @@ and `load_heads` refuses every other one: train them again after the target.
 - **Last matrix**: the target's rows of the {GUESSED} tokens that are used most in the text of their
   training (lesson 17, *A smaller last matrix*). They are part of the parameters, but were not
   trained.
+
+{parallel_card()}"""
+
+
+def parallel_card() -> str:
+    """The part of the page about models/tiny-pard, from results/counted/l17_parallel.json."""
+    counted = parallel_counts.recorded()
+    facts = json.loads((HERE / "tiny-pard" / "training.json").read_text(encoding="utf-8"))
+    greedy = counted["ways"]["greedy"]
+    rows = []
+    for count in greedy["chain"]:
+        ours, theirs = (greedy[name][count]["tokens_a_pass"] for name in ("parallel", "chain"))
+        rows.append(f"| {count} | {with_interval(theirs)} | {with_interval(ours)} |")
+    return f"""# A draft that guesses several tokens in one pass
+
+`models/tiny-pard` is `models/tiny-draft`, trained on with masks (PARD, lesson 17): an ordinary
+checkpoint of {counted["megabytes"]:.1f} MB, whose config.json names the mask, `pard_token`. It
+reads no hidden states of the target, so `load_heads` does not know it.
+
+| guesses of a step | chain of `models/tiny-draft` | `models/tiny-pard` in one pass |
+| --- | --- | --- |
+{chr(10).join(rows)}
+
+- **Figures**: tokens a pass of the target, greedy, {counted["prompts"]} held-out prompts,
+  {counted["new_tokens"]} tokens each; in brackets the middle 95 % of resampled prompts. Counted by
+  `python -m lessons.l17_tree_speculation.lab.parallel_counts`.
+- **Training**: {facts["minutes"]:g} minutes of one core, {facts["tokens_seen"] / 1e6:.2f} M tokens of
+  the heads' text, with the masks {facts["rows_trained"] / 1e6:.2f} M rows. K = {COUNT};
+  {KEPT:.0%} of the chains of masks stay at each depth, at least {LEAST_KEPT:.0%} of the places.
+- **Loss**: the draft's own last one, the probability that a drafted token is rejected (and a share
+  of the divergence), over the columns of the vocabulary that the heads' loss has.
+- **Optimizers**: as for the heads, at {RATE:g} of the target's learning rate. Seed
+  {facts["seed"]}. {facts["device"]}, PyTorch {facts["torch"]}, one thread.
 """
+
+
+def with_interval(found: dict) -> str:
+    """A mean and its interval."""
+    return f"{found['mean']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 def keep_acceptance() -> None:

@@ -5,12 +5,12 @@
     python -m models.evaluate && python -m models.heads_card     # where the libraries are
 
 The target, which then learns to leave its loops, the draft that is distilled from it and then
-learns to be accepted, and the kinds of heads, three of them side by side. The budget is for a
-borrowed machine: what is not done by then stops, and the same command goes on with it, also
-elsewhere when the files in --pack have been unpacked in models/'s parent. Only a training under way
-(build/) stays behind; heads and the leaving of loops begin anew, and the latter takes a quarter of
-an hour on a CPU, so give it a larger budget there. models/retraining.json says what is finished;
-with other settings all begins anew.
+learns to be accepted, the kinds of heads, three of them side by side, and the draft that guesses
+several tokens in one pass. The budget is for a borrowed machine: what is not done by then stops,
+and the same command goes on with it, also elsewhere when the files in --pack have been unpacked in
+models/'s parent. Only a training under way (build/) stays behind; heads, the last draft and the
+leaving of loops begin anew, and the latter takes a quarter of an hour on a CPU, so give it a larger
+budget there. models/retraining.json says what is finished; with other settings all begins anew.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from models.tokenizer import FOLDERS, HERE
 
 BESIDE, AFTER_EAGLE = ("medusa", "eagle", "eagle3"), ("mtp",)  # MTP starts from its weights
 KINDS = BESIDE + AFTER_EAGLE
-STAGES = ("tiny", "loops", "draft", "acceptance", "heads")
+STAGES = ("tiny", "loops", "draft", "acceptance", "heads", "pard")
 SHORTEST_S = 40  # what a round needs besides its training, or it is not started
 TO_STOP_S = 20  # that a training may take to write what it needs to go on
 
@@ -40,6 +40,8 @@ def commands_of(stage: str, options: argparse.Namespace) -> list[list[list[str]]
         return [[command + (["--no-compile"] if options.no_compile else [])]]
     if stage == "loops":
         return [[["models.loops", "--updates", str(options.loop_updates)]]]
+    if stage == "pard":  # which learns from the features that the heads have learned from
+        return [[["models.train_pard", "--minutes", str(options.head_minutes)]]]
     features = ["models.train_heads", "features", "--tokens", str(options.feature_tokens)]
     minutes = ["--minutes", str(options.head_minutes)]
     heads = [
@@ -51,7 +53,8 @@ def commands_of(stage: str, options: argparse.Namespace) -> list[list[list[str]]
 
 def least_s(stage: str, options: argparse.Namespace) -> float:
     """Seconds without which a round of a stage is no use: heads that are stopped begin anew."""
-    return SHORTEST_S + (60 * options.head_minutes if stage == "heads" else 0.0)
+    begins_anew = stage in ("heads", "pard")
+    return SHORTEST_S + (60 * options.head_minutes if begins_anew else 0.0)
 
 
 def run_round(commands: list[list[str]], deadline: float) -> str:
@@ -108,7 +111,7 @@ def retrain(options: argparse.Namespace) -> int:
 
 def trained_folders() -> list[Path]:
     """Folders that the stages write into."""
-    return [*FOLDERS.values(), *(HERE / f"tiny-{kind}" for kind in KINDS)]
+    return [*FOLDERS.values(), *(HERE / f"tiny-{kind}" for kind in (*KINDS, "pard"))]
 
 
 def main() -> int:

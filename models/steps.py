@@ -34,10 +34,14 @@ def acceptance_loss(model, batch, teacher):
     Zhou et al. 2023 ("DistillSpec", section 4) compare losses for drafts; the one that is called
     total variation there is the first part of this one.
     """
-    logits = both_logits(model, batch, teacher)
-    loss = DIVERGENCE * divergence(*logits)
+    return rejected(*both_logits(model, batch, teacher))
+
+
+def rejected(target, student):
+    """The loss above for logits of both, [rows, length, V]."""
+    loss = DIVERGENCE * divergence(target, student)
     for temperature in TEMPERATURES:
-        p, q = (torch.softmax(x / temperature, -1) for x in logits)
+        p, q = (torch.softmax(x / temperature, -1) for x in (target, student))
         loss = loss + (1 - acceptance(p, q).mean()) / len(TEMPERATURES)
     return loss
 

@@ -107,9 +107,7 @@ class Vocabulary(NamedTuple):
     @classmethod
     def of_step(cls, target: Decoder, by_use: Tensor) -> "Vocabulary":
         """by_use: [V], all tokens, the ones used most first."""
-        rare = by_use[FREQUENT:]
-        some = rare[torch.randperm(len(rare), device=rare.device)[:RARE]]
-        return cls(target.lm_head.weight[torch.cat([by_use[:FREQUENT], some])])
+        return cls(target.lm_head.weight[columns_of_step(by_use)])
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., columns] float32."""
@@ -125,6 +123,13 @@ class Vocabulary(NamedTuple):
     def probabilities(self, hidden: Tensor) -> Tensor:
         """What the target itself predicts: [..., hidden_size] -> [..., columns]."""
         return self.log_probabilities(hidden).exp()
+
+
+def columns_of_step(by_use: Tensor) -> Tensor:
+    """The FREQUENT tokens that are used most, and RARE of the others: [columns]."""
+    rare = by_use[FREQUENT:]
+    some = rare[torch.randperm(len(rare), device=rare.device)[:RARE]]
+    return torch.cat([by_use[:FREQUENT], some])
 
 
 def medusa_loss(heads, vocabulary: Vocabulary, embedded, tapped, hidden: Tensor) -> Tensor:
@@ -211,6 +216,12 @@ def begin_as_eagle(draft: MTPDraft, target: Decoder, hidden: Tensor) -> None:
     draft.norm.weight.fill_(features)
 
 
+def tokens_by_use(tokens: Tensor, target: Decoder) -> Tensor:
+    """All tokens of the vocabulary, the ones used most first: [V]."""
+    use = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
+    return use.argsort(descending=True, stable=True)
+
+
 def train(kind: str, minutes: float, rows: int) -> None:
     """Train one kind of heads for a wall-clock budget and ship them."""
     torch.manual_seed(0)
@@ -220,8 +231,7 @@ def train(kind: str, minutes: float, rows: int) -> None:
     if kept["target"] != fingerprint(target):
         raise SystemExit(f"{FEATURES} is of other weights: run `features` again")
     tokens, features = kept["tokens"].long(), kept["features"]
-    use = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
-    by_use = use.argsort(descending=True, stable=True).to(device)
+    by_use = tokens_by_use(tokens, target).to(device)
     heads = KINDS[kind].for_target(target.config, SIZES[kind]).to(device)
     heads.lm_head.read(target, by_use[:GUESSED])
     heads.lm_head.requires_grad_(False)  # the losses look at the target's own rows

@@ -21,6 +21,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class
 from lessons.l17_tree_speculation.heads.heads import KINDS, Eagle3Draft, EagleDraft, MedusaHeads
 from lessons.l17_tree_speculation.heads.mtp_files import load_mtp
+from lessons.l17_tree_speculation.heads.parallel import ParallelDraft
 from lessons.l17_tree_speculation.lab.mtp_checkpoint import write_checkpoint
 from lessons.l21_multi_lora.batch import AdapterContext
 from lessons.l21_multi_lora.lab.testing import random_adapter
@@ -45,6 +46,7 @@ from tests.engine_cases import assert_clean
 from tests.vision_cases import plain_answer, seen
 
 VOCAB, IMAGE, EDGE = 4096, 4095, 12
+MASK = 7  # of a draft that guesses all tokens at once
 LIMIT = 6  # tokens of an answer
 FOLDER = Path(tempfile.mkdtemp(prefix="composition"))  # of checkpoints, until the process ends
 SHAPE = dict(
@@ -94,7 +96,7 @@ def folder_of(family: str) -> Path:
     for file in (REPOSITORY / "models/tiny").glob("*.json"):
         shutil.copyfile(file, out / file.name)
     raw = json.loads((out / "config.json").read_text()) | SHAPE | FAMILIES[family]
-    raw |= dict(tie_word_embeddings=False)
+    raw |= dict(tie_word_embeddings=False, pard_token=MASK)
     raw.pop("architectures", None)
     (out / "config.json").write_text(json.dumps(raw))
     config = load_config(out)
@@ -260,6 +262,9 @@ def args_of(features) -> EngineArgs:
             name = None if method in WITHOUT_MODEL else str(folder_of("dense"))
             config = dict(method=method, model=name, num_speculative_tokens=3)
             arguments |= dict(speculative_config=config)
+    if "parallel draft" in features:
+        config = dict(method="draft", model=str(folder_of("dense")), num_speculative_tokens=3)
+        arguments |= dict(speculative_config=config | dict(parallel_drafting=True))
     return EngineArgs(model, **arguments)
 
 
@@ -272,6 +277,8 @@ def engine_of(features, is_third: bool = False):
     model = model_of(weights, family)
     if args.speculative_config is not None:
         drafter = drafter_of(args.speculative_config.method, weights, family, is_third)
+        if args.speculative_config.parallel_drafting:
+            drafter = ParallelDraft(drafter, MASK)
     eyes = eyes_of() if "pictures" in features else None
     engine = engine_over(model, None, args, drafter, eyes)
     pools = [engine.runner.pool, *(engine.speculation.proposer.pools if drafter else ())]
@@ -377,5 +384,6 @@ def check(features: frozenset, is_third: bool = False) -> None:
         engine.close()
     # A draft model's guesses are drawn for a request that samples, so that other tokens of the same
     # distribution come.
-    meanings = MEANINGS | {"draft"} if "n > 1" in features else MEANINGS
+    drawn = {"draft", "parallel draft"}
+    meanings = MEANINGS | drawn if "n > 1" in features else MEANINGS
     assert got == expected(frozenset(features & meanings))

@@ -33,7 +33,11 @@ from reference.engine.sampling_params import SamplingParams
 from reference.features.swap import PoolsSwap
 from reference.speculation.head_proposers import HeadProposer
 from reference.speculation.lookahead import LookaheadScheduler
-from reference.speculation.proposers import DraftModelProposer, NgramProposer
+from reference.speculation.proposers import (
+    DraftModelProposer,
+    NgramProposer,
+    ParallelDraftProposer,
+)
 from reference.speculation.protocol import Draft
 from reference.speculation.speculation import Speculation
 from reference.speculation.suffix_proposer import SuffixProposer
@@ -52,13 +56,14 @@ from tests.engine_histories import (
 
 # A draft agrees with the target now and then.
 OTHERS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(1))
+MASK = 0  # of parallel drafting; a token like any other to the hash
 
 KEPT_ANSWERS = 2  # by suffix decoding
 
 
 class Drafting(NamedTuple):
     """Who drafts. kind: "ngram"; "suffix"; "sure": it keeps its distributions to itself; "drawn";
-    "sure tree" or "drawn tree": of the shape `tree`.
+    "drawn at once": with masks; "sure tree" or "drawn tree": of the shape `tree`.
     """
 
     kind: str
@@ -108,6 +113,13 @@ class VirtualDraft(DraftModelProposer):
     """The proposer itself, over that memory."""
 
 
+class VirtualParallel(ParallelDraftProposer):
+    """The same with masks in that memory."""
+
+    def __init__(self, runner: DraftMemory):
+        super().__init__(runner, MASK)
+
+
 class SureDraft(VirtualDraft):
     """Tokens without the distributions that they come from: right only if the rule for sure drafts
     is right for whatever is drafted.
@@ -124,7 +136,9 @@ def new_proposer(drafting: Drafting, blocks: BlockManager, runner, draft=Virtual
         return SuffixProposer(Limits(8, KEPT_ANSWERS))
     if drafting.shape is not None:
         return VirtualTrees(runner.model, TREE_KINDS[drafting.kind]())
-    return (SureDraft if drafting.kind == "sure" else draft)(DraftMemory(blocks, drafting.context))
+    kinds = {"sure": SureDraft, "drawn at once": VirtualParallel}
+    kind = draft if draft is not VirtualDraft else kinds.get(drafting.kind, draft)
+    return kind(DraftMemory(blocks, drafting.context))
 
 
 # ---------------------------------------------------------------- trees
@@ -341,7 +355,7 @@ def alone(sequence, drafting: Drafting, logits_after) -> list[int]:
             logits = logits_after(LOGITS, sequence, output)
             output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
             continue
-        emits = drafted_round
+        emits = masked_round if drafting.kind == "drawn at once" else drafted_round
         if drafting.shape is not None:
             emits, count = tree_round, drafting.tree.first(count + 1)
         for token in emits(sequence, output, count, logits_after):
@@ -349,6 +363,16 @@ def alone(sequence, drafting: Drafting, logits_after) -> list[int]:
             if token in stops:
                 break
     return output
+
+
+def masked_round(sequence, output: list[int], count: int, logits_after) -> list[int]:
+    """The same with a draft that reads masks in the places of what it drafted."""
+
+    def with_masks(table, sequence, text):
+        masks = [MASK] * (len(text) - len(output))
+        return logits_after(table, sequence, output + masks if table is OTHERS else text)
+
+    return drafted_round(sequence, output, count, with_masks)
 
 
 def drafted_round(sequence, output: list[int], count: int, logits_after) -> list[int]:

@@ -33,7 +33,10 @@ def course(tmp_path, monkeypatch):
     """Commands that leave a mark, in place of trainings."""
     home = tmp_path / "models"
     folders = {"tiny": home / "tiny", "draft": home / "tiny-draft"}
-    for folder in (*folders.values(), *(home / f"tiny-{kind}" for kind in retrain.KINDS)):
+    for folder in (
+        *folders.values(),
+        *(home / f"tiny-{kind}" for kind in (*retrain.KINDS, "pard")),
+    ):
         folder.mkdir(parents=True)
     monkeypatch.setattr(retrain, "HERE", home)
     monkeypatch.setattr(retrain, "FOLDERS", folders)
@@ -54,7 +57,7 @@ def options(*argv):
 
 
 def test_what_is_finished_is_not_trained_again(course, tmp_path):
-    for stage in ("loop", "draf", "acce", "head"):
+    for stage in ("loop", "draf", "acce", "head", "pard"):
         (course / stage).mkdir()
     pack = tmp_path / "trained.tar.gz"
     assert retrain.retrain(options("--pack", pack)) == 0
@@ -101,6 +104,8 @@ def test_commands_are_those_of_the_trainings():
     features, heads, further = retrain.commands_of("heads", asked)
     assert [len(features), len(heads)] == [1, 3] and heads[2][1] == "eagle3"
     assert [command[1] for command in further] == ["mtp"], "after EAGLE, from which it starts"
+    assert retrain.commands_of("pard", asked) == [[["models.train_pard", "--minutes", "0.5"]]]
+    assert retrain.least_s("pard", asked) == retrain.least_s("heads", asked)
     assert retrain.least_s("heads", asked) == retrain.least_s("tiny", asked) + 30
 
 

@@ -331,7 +331,7 @@ def test_a_config_that_cannot_work_is_refused_in_one_line(given, said):
             dict(speculative_model="[ngram]", num_speculative_tokens=3, max_num_batched_tokens=100),
             "256 or more, 4 tokens for each of max_num_seqs",
         ),
-        (dict(speculative_modl="x"), "did you mean speculative_model?"),
+        (dict(speculative_modl="x"), "did you mean speculative_config?"),
     ],
 )
 def test_older_spellings_that_cannot_work_are_refused_in_one_line(given, said):

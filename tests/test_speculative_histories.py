@@ -29,9 +29,10 @@ def trees(draw):
     return Tree(tuple(parents))
 
 
+KINDS = ["ngram", "suffix", "sure", "drawn", "drawn at once", "sure tree", "drawn tree"]
 DRAFTING = st.builds(
     Drafting,
-    kind=st.sampled_from(["ngram", "suffix", "sure", "drawn", "sure tree", "drawn tree"]),
+    kind=st.sampled_from(KINDS),
     tree=trees(),
     num_speculative_tokens=st.integers(1, 5),
     temperature=st.sampled_from([0.0, 1.0, 1.0]),

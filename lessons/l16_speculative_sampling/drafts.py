@@ -4,6 +4,7 @@ A drafter gets requests and how many tokens to draft for each. It returns the to
 were drawn from. It may return fewer, or none.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -84,14 +85,18 @@ class ModelDrafter:
         for index in range(max(counts)):
             active = [b for b, count in enumerate(counts) if count > index]
             some, after = [requests[b] for b in active], [drafted[b] for b in active]
-            new = {r.row: self.lacking(r, tokens) for r, tokens in zip(some, after)}
             rows = torch.tensor([starts[b] + index for b in active], device=device)
-            q[rows] = distributions(self.runner.step(new), some, after)
+            q[rows] = distributions(self.next_logits(some, after), some, after)
             places = [len(request.output) + index for request in some]
             tokens = draw_rows(q[rows], numbers(some, places, DRAFTS, device))
             for b, token in zip(active, tokens.tolist()):
                 drafted[b].append(token)
         return Drafts(drafted, q)
+
+    def next_logits(self, requests: list[Request], drafted: list[list[int]]) -> Tensor:
+        """What the draft says after the drafted tokens of each request: [N, V]."""
+        new = {r.row: self.lacking(r, tokens) for r, tokens in zip(requests, drafted)}
+        return self.runner.step(new)
 
     def lacking(self, request: Request, drafted: list[int]) -> list[int]:
         """The tokens that the draft's cache lacks, one at least."""
@@ -140,11 +145,17 @@ class NgramDrafter:
         """Nothing is kept."""
 
 
-def drafter_of(draft: Decoder | Drafter | None, *memory: int) -> Drafter:
-    """What `generate` drafts with. memory: of a model's cache, as `ModelDrafter` takes it."""
+def drafter_of(
+    draft: Decoder | Drafter | None,
+    *memory: int,
+    new_drafter: Callable[..., Drafter] = ModelDrafter,
+) -> Drafter:
+    """What `generate` drafts with. memory: of a model's cache, as `ModelDrafter` takes it.
+    new_drafter: from a model and that memory to what drafts.
+    """
     if draft is None:
         return NgramDrafter()
-    return ModelDrafter(draft, *memory) if isinstance(draft, Decoder) else draft
+    return new_drafter(draft, *memory) if isinstance(draft, Decoder) else draft
 
 
 # ---------------------------------------------------------------- which models fit together

@@ -9,6 +9,7 @@ first draft.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from lessons.l11_cuda_graphs.naive import unfinished
 from lessons.l14_continuous_batching.loop import BLOCK_SIZE, MAX_NUM_SEQS, blocks_of
 from lessons.l16_speculative_sampling.drafts import (
     Drafter,
+    ModelDrafter,
     check_count,
     check_draft,
     distributions,
@@ -165,14 +167,16 @@ def generate(
     on_token: OnToken | None = None,
     *,
     draft: Decoder | Drafter | None = None,
+    new_drafter: Callable[..., Drafter] = ModelDrafter,
     num_speculative_tokens: int | AdaptiveCount = 4,
     max_num_seqs: int = MAX_NUM_SEQS,
     block_size: int = BLOCK_SIZE,
     counts: Counts | None = None,
 ) -> list[list[int]]:
     """Draft and verify. draft: a smaller model with the same tokens, or a drafter, such as
-    `SuffixDrafter()`; None looks n-grams up in the request's own text. num_speculative_tokens: K,
-    or what chooses it. counts: filled in, if given.
+    `SuffixDrafter()`; None looks n-grams up in the request's own text. new_drafter: from a model and
+    its memory to what drafts. num_speculative_tokens: K, or what chooses it. counts: filled in, if
+    given.
 
     Other arguments, result and errors as in lesson 2's `generate`. Greedy tokens are the same as
     there. A seeded request gets the same tokens in any batch, but not those of plain decoding: it
@@ -192,7 +196,8 @@ def generate(
         num_blocks = blocks_of(waiting, max_num_seqs, block_size)
         memory = num_blocks, block_size, max(request.most_cached for request in waiting)
         runner = RewindingRunner.for_model(model, *memory)
-        speculation = Speculation(runner, drafter_of(draft, *memory), choice, on_token)
+        drafter = drafter_of(draft, *memory, new_drafter=new_drafter)
+        speculation = Speculation(runner, drafter, choice, on_token)
         if counts is not None:
             speculation.counts = counts
         speculation.run(deque(waiting), max_num_seqs)

@@ -16,7 +16,7 @@ from lessons.toolbox.model.arguments import refuse
 GROUPS = {
     "weights": ("int8", "int4", "FP8", "MXFP4", "AWQ", "GPTQ", "GGUF"),
     "K and V": ("fp8 KV", "int8 KV", "int4 KV"),
-    "drafts": ("draft", "ngram", "suffix"),
+    "drafts": ("draft", "parallel draft", "ngram", "suffix"),
     "heads": ("medusa", "eagle", "mtp"),
     "adapters": ("LoRA",),
     "processes": ("tensor parallel", "pipeline parallel", "data parallel"),

@@ -12,7 +12,7 @@ from reference.server.service import Service
 from reference.server.templates import check_kwargs
 from reference.vision.pictures import Picture
 
-MANY_CHARACTERS = 4096  # shorter texts are read between two events of the loop
+MANY_CHARACTERS = 1024  # shorter texts are read between two events of the loop
 
 
 def text_of(
@@ -109,12 +109,14 @@ async def prompt_of(
 async def encode(
     service: Service, name: str, text: str, special: bool = True, keep: int | None = None
 ) -> list[int]:
-    """The ids of a text; a long one is read in a thread, so that no stream waits for it. The
-    arguments are those of Tokens.encode.
+    """The ids of a text; a long one is read in a thread, so that no stream waits for it, and after a
+    short one others have their turn. The arguments are those of Tokens.encode.
     """
     if len(text) < MANY_CHARACTERS:
+        await asyncio.sleep(0)
         return service.tokens.encode(name, text, special, keep)
-    return await asyncio.to_thread(service.tokens.encode, name, text, special, keep)
+    async with service.reading:
+        return await asyncio.to_thread(service.tokens.encode, name, text, special, keep)
 
 
 def check_tools(tools: list[Tool] | None, choice: Any) -> None:

@@ -15,6 +15,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reference.server.errors import ApiError, response_of
+from reference.server.streaming import while_there
 
 MOST_DEPTH = 64  # of JSON within JSON
 MOST_PARTS = 20_000  # arrays and objects
@@ -48,6 +49,7 @@ class Limits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        body = None
         try:
             check_headers(scope["headers"])
             headers = dict(scope["headers"])
@@ -56,14 +58,16 @@ class Limits:
                 check_kind_of_body(headers)
                 body = await self.read(headers, receive)
                 check_json(body)
-                receive = replayed(body, receive)
         except ApiError as error:
             response = response_of(error, scope["path"])
             # what is left of the body would be taken for the next request
             response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        if body is None:
+            await self.app(scope, receive, send)
+        else:
+            await while_there(self.app(scope, replayed(body, receive), send), receive)
 
     async def read(self, headers: dict[bytes, bytes], receive) -> bytes:
         """The whole body. Raises ApiError for one that is too large or comes too slowly."""

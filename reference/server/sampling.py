@@ -13,6 +13,7 @@ from reference.server.protocol.sampling import SamplingFields
 # Fields of a request that SamplingParams has under the same name.
 COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_tokens"}
 FORMS = ("structured_outputs", "guided_decoding")
+MOST_PROMPT_LOGPROBS = 200_000  # of a call
 KINDS = ("json", "regex", "choice", "grammar")
 
 
@@ -100,6 +101,17 @@ def parsed_json(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise bad_request(f"{name}: got {shown(text)}; accepted: JSON", name) from None
+
+
+def check_prompt_logprobs(count: int | None, num_tokens: int) -> None:
+    """Raise ApiError for more log-probabilities of prompts than can be written while other clients
+    wait. num_tokens: of all prompts of a call.
+    """
+    if count is not None and num_tokens * (count + 1) > MOST_PROMPT_LOGPROBS:
+        most = max(0, MOST_PROMPT_LOGPROBS // max(1, num_tokens) - 1)
+        raise refused(
+            "prompt_logprobs", count, f"at most {most} for {num_tokens} tokens of prompts"
+        )
 
 
 def check_logprobs(name: str, count: int | None, most: int) -> int | None:

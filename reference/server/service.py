@@ -1,5 +1,6 @@
 """What all routes share: the engine, its tokenizer, its chat template, the models' names."""
 
+import asyncio
 import uuid
 
 from reference.engine.async_engine import AsyncLLMEngine
@@ -9,14 +10,20 @@ from reference.server.calls import Call
 from reference.server.errors import bad_request, refused
 from reference.server.metrics import Metrics
 from reference.server.models import Models
+from reference.server.sampling import check_prompt_logprobs
 from reference.server.templates import ChatTemplate
 from reference.server.tokens import Tokens
+from reference.server.turns import Turns
 from reference.vision.pictures import Picture
 from reference.vision.prompt import inputs_of
 
+READERS = 2  # threads that read long texts at a time, for all clients
+
 
 class Service:
-    """One engine behind many routes. args: of the server."""
+    """One engine behind many routes. args: of the server. embedding: whose text is embedded next.
+    reading: the places of long texts that are read.
+    """
 
     def __init__(
         self, engine: AsyncLLMEngine | AsyncProcessEngine, models: Models, args: ServerArgs
@@ -32,6 +39,8 @@ class Service:
             self.image_token = self.tokens.backend.id_to_token(token)
         self.template = ChatTemplate.of(engine.tokenizer, args.chat_template)
         self.metrics = Metrics(engine, models.names[0])
+        self.embedding = Turns()
+        self.reading = asyncio.Semaphore(READERS)
 
     def with_rows(self, ids: list[int], pictures: list[Picture]) -> list[int]:
         """A prompt with a token for each row of its pictures. Raises ApiError."""
@@ -52,4 +61,5 @@ class Service:
         if more.get("priority") and policy != "priority":
             accepted = "0, because the server was started without --scheduling-policy priority"
             raise refused("priority", more["priority"], accepted)
+        check_prompt_logprobs(params.prompt_logprobs, sum(map(len, prompts)))
         return Call(f"{kind}{request_id}", name, prompts, params, lora, **more)

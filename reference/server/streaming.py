@@ -39,6 +39,21 @@ def error_event(error: ApiError, path: str) -> bytes:
     return event(body, "error" if body.get("type") == "error" else None)
 
 
+async def while_there(work: Awaitable, receive: Callable[[], Awaitable[dict]]) -> None:
+    """Do the work until its client closes the connection. Whatever it waits for then is
+    cancelled.
+    """
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(is_gone(receive))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        doing.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+    if not doing.cancelled() and (error := doing.exception()) is not None:
+        raise error
+
+
 async def is_gone(receive: Callable[[], Awaitable[dict]]) -> None:
     """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
@@ -72,16 +87,10 @@ class Watched(Response):
 
         timer = loop.call_later(self.write_timeout_s / 4, check)
         work = asyncio.ensure_future(self.write(scope, receive, noted_send))
-        gone = asyncio.ensure_future(is_gone(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await while_there(work, receive)
         finally:
             timer.cancel()
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
 
     async def write(self, scope, receive, send: Send) -> None:
         """Do the work and send it."""

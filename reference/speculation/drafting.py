@@ -10,6 +10,7 @@ from lessons.l17_tree_speculation.arguments import check_model
 from lessons.l17_tree_speculation.heads.heads import KINDS, Heads, MedusaHeads
 from lessons.l17_tree_speculation.heads.heads_files import find_heads, load_heads
 from lessons.l17_tree_speculation.heads.mtp_files import load_mtp
+from lessons.l17_tree_speculation.heads.parallel import ParallelDraft, read_mask_token
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config_json import CheckpointError, read_json
@@ -19,7 +20,11 @@ from reference.engine.model import load_model
 from reference.engine.model_runner import ModelRunner
 from reference.engine.packed import packed_heads
 from reference.speculation.head_proposers import EagleProposer, MedusaProposer
-from reference.speculation.proposers import DraftModelProposer, NgramProposer
+from reference.speculation.proposers import (
+    DraftModelProposer,
+    NgramProposer,
+    ParallelDraftProposer,
+)
 from reference.speculation.protocol import Proposer
 from reference.speculation.speculative_config import (
     ALIASES,
@@ -37,7 +42,8 @@ from reference.speculation.speculative_config import (
 from reference.speculation.suffix_proposer import SuffixProposer
 from reference.speculation.tree_guesses import DrawnIfSampled, RankedAsAsked
 
-Drafter = Decoder | Heads | None  # what drafts, as it was loaded; None for text alone
+# what drafts, as it was loaded; None for text alone
+Drafter = Decoder | ParallelDraft | Heads | None
 
 
 def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -> Drafter:
@@ -54,6 +60,8 @@ def load_drafter(config: SpeculativeConfig | None, target: Decoder, tokenizer) -
         check_tokenizers(tokenizer, config.model)
         draft = load_model(config.model, target.device, target.dtype)
         check_vocabulary(target, draft)
+        if config.parallel_drafting:
+            return ParallelDraft(draft, read_mask_token(config.model))
         return draft
     if config.method != MTP or config.speculative_token_tree is not None:
         check_model(target)
@@ -134,4 +142,6 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
         return EagleProposer(drafter, runner.model, choice, *room, args.kv_cache_dtype)
     # Behind the draft's own context the target decodes plainly.
     context = min(runner.max_model_len, drafter.config.max_position_embeddings)
+    if isinstance(drafter, ParallelDraft):
+        return ParallelDraftProposer(new_runner(drafter.model, context), drafter.mask_token)
     return DraftModelProposer(new_runner(drafter, context))

@@ -1,4 +1,6 @@
-"""Two proposers: a smaller model, and the sequence's own text. Lesson 16 explains both."""
+"""Proposers: a smaller model, which takes a pass for each guess or one for all, and the sequence's
+own text. Lesson 16 explains the first and the last, lesson 17 (PARD) the other.
+"""
 
 from itertools import accumulate
 
@@ -102,17 +104,22 @@ class DraftModelProposer(Proposer):
         q: list[list[Tensor]] = [[] for _ in sequences]
         for index in range(max(counts)):
             active = [b for b, count in enumerate(counts) if count > index]
-            chunks = [self.lacking(sequences[b], drafted[b]) for b in active]
             rows = [Row(sequences[b], list(drafted[b])) for b in active]
-            hidden = self.runner.run(chunks, [tables[sequences[b].row] for b in active])
-            ends = [end - 1 for end in accumulate(len(tokens) for tokens, _ in chunks)]
-            tokens, p = self.draw(self.runner.logits(hidden, ends), rows, index)
+            tokens, p = self.draw(self.next_logits(rows, tables), rows, index)
             for at, b in enumerate(active):
                 drafted[b].append(tokens[at])
                 if sequences[b].sampling.temperature > 0:
                     q[b].append(p[at])
-                self.held[sequences[b].row] = chunks[at][1] + len(chunks[at][0])
         return [Draft(own, torch.stack(p) if p else None) for own, p in zip(drafted, q)]
+
+    def next_logits(self, rows: list[Row], tables: Tables) -> Tensor:
+        """What the draft says after the drafted tokens of each row: [B, V]."""
+        chunks = [self.lacking(row.sequence, row.ahead) for row in rows]
+        hidden = self.runner.run(chunks, [tables[row.sequence.row] for row in rows])
+        for row, (tokens, first) in zip(rows, chunks):
+            self.held[row.sequence.row] = first + len(tokens)
+        ends = [end - 1 for end in accumulate(len(tokens) for tokens, _ in chunks)]
+        return self.runner.logits(hidden, ends)
 
     def lacking(self, sequence: EngineSequence, drafted: list[int]) -> tuple[list[int], int]:
         """The tokens that the next pass runs, and how many stand in front of them."""
@@ -162,3 +169,37 @@ class DraftModelProposer(Proposer):
     def forget(self, sequence: EngineSequence) -> None:
         """Its blocks are another sequence's now."""
         self.held.pop(sequence.row, None)
+
+
+class ParallelDraftProposer(DraftModelProposer):
+    """The same with one pass of the draft: its newest token and masks for the further guesses.
+
+    A mask has a place in the target's blocks for the time of the pass, where the drafted token has
+    one. Its K and V are not held, so the tokens that come there run, and write over them.
+    """
+
+    def __init__(self, runner: ModelRunner, mask_token: int):
+        super().__init__(runner)
+        self.mask_token = mask_token
+        self.places: dict[int, Tensor] = {}  # of this step's sequences: [count, V]
+
+    @torch.inference_mode()
+    def propose(
+        self, sequences: list[EngineSequence], counts: list[int], tables: Tables
+    ) -> list[Draft]:
+        """All places of all sequences in one pass. Then tokens are drawn as from a chain."""
+        chunks, rows, end = [], [], 0
+        for sequence, count in zip(sequences, counts):
+            tokens, held = self.lacking(sequence, [])
+            chunks.append(([*tokens, *[self.mask_token] * (count - 1)], held))
+            end += len(tokens) + count - 1
+            rows += range(end - count, end)
+            self.held[sequence.row] = held + len(tokens)
+        hidden = self.runner.run(chunks, [tables[sequence.row] for sequence in sequences])
+        places = self.runner.logits(hidden, rows).split(counts)
+        self.places = {sequence.row: part for sequence, part in zip(sequences, places)}
+        return super().propose(sequences, counts, tables)
+
+    def next_logits(self, rows: list[Row], tables: Tables) -> Tensor:
+        """Those of the pass, [B, V]: a place does not know what was drawn before it."""
+        return torch.stack([self.places[row.sequence.row][len(row.ahead)] for row in rows])

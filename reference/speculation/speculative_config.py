@@ -49,7 +49,9 @@ class SpeculativeConfig:
     best; None: a chain. draft_sample_method: which tokens heads draft for a request that samples:
     "greedy" (None), its likeliest ones, which changes no token of an answer; "probabilistic": drawn
     ones, of which more are accepted, and which keep the distribution. A draft model's are always
-    drawn. num_speculative_tokens_per_batch_size: another number for each size of the batch, entries
+    drawn. parallel_drafting: a draft model guesses all tokens in one pass; it must have been trained
+    for that, and its config.json names the mask (pard_token).
+    num_speculative_tokens_per_batch_size: another number for each size of the batch, entries
     of (first size, last size, number). enable_adaptive_verification: a number is chosen for each
     step by what was measured. num_speculative_tokens is then the most.
     """
@@ -67,6 +69,7 @@ class SpeculativeConfig:
     draft_sample_method: str | None = None
     num_speculative_tokens_per_batch_size: Schedule | None = None
     enable_adaptive_verification: bool = False
+    parallel_drafting: bool = False
 
     @classmethod
     def read(cls, given, target: str | None = None) -> "SpeculativeConfig | None":
@@ -116,6 +119,11 @@ class SpeculativeConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             accepted = f"at most prompt_lookup_max ({self.prompt_lookup_max})"
             refuse("speculative_config prompt_lookup_min", self.prompt_lookup_min, accepted)
+        if not isinstance(self.parallel_drafting, bool):
+            refuse("speculative_config parallel_drafting", self.parallel_drafting, "True or False")
+        if self.parallel_drafting and self.method != DRAFT:
+            accepted = f"False with method {self.method!r}; only a draft model has masks here"
+            refuse("speculative_config parallel_drafting", True, accepted)
         self.check_heads()
 
     def check_suffixes(self) -> None:

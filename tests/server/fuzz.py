@@ -154,8 +154,8 @@ class Fuzz:
             found[rng.choice(others)] = self.any_json()
         if rng.random() < 0.03:
             found[rng.choice(KEYS)] = self.any_json()
-        if rng.random() < 0.03:
-            found.pop(rng.choice(list(found)))
+        if rng.random() < 0.03 and (left := [name for name in found if name not in FEW]):
+            found.pop(rng.choice(left))
         return self.little(found)
 
     def little(self, body: dict) -> dict:
@@ -163,7 +163,9 @@ class Fuzz:
         for place in (body, body.get("parameters")):
             if isinstance(place, dict):
                 for name in FEW:
-                    if type(place.get(name)) is int and 4 < place[name] < 10**6:
+                    is_much = type(place.get(name)) is int and 4 < place[name] < 10**6
+                    # a null is an answer as long as the model's context
+                    if is_much or (name in place and place[name] is None):
                         place[name] = self.rng.randrange(1, 5)
         return body
 

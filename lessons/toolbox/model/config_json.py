@@ -51,7 +51,8 @@ HARMLESS = """architectures model_type auto_map transformers_version torch_dtype
     is_llama_config transformers.js_config unsloth_version unsloth_fixed finetuned
     initializer_range pretraining_tp gradient_checkpointing neftune_noise_alpha
     aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef
-    num_nextn_predict_layers num_mtp_layers max_sequence_length model_max_length
+    num_nextn_predict_layers num_mtp_layers pard_token spd_type
+    max_sequence_length model_max_length
     id2label label2id num_labels problem_type finetuning_task task_specific_params
     tokenizer_class prefix return_dict is_decoder torchscript use_bfloat16 tf_legacy_loss"""
 HARMLESS_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")

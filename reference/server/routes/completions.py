@@ -17,12 +17,18 @@ from reference.server.sampling import check_logprobs, new_params, wishes_of
 from reference.server.service import Service
 from reference.server.streaming import Watched
 
+MOST_INPUTS = 2048  # of a call, as at OpenAI
+
 
 async def read_prompts(
     service: Service, name: str, value: str | list, special: bool, keep: int | None
 ) -> list[list[int]]:
-    """The ids of one prompt or many, each text or ids. Raises ApiError."""
+    """The ids of one prompt or many, each text or ids. Raises ApiError, for too many of them before
+    the first is read.
+    """
     is_one = isinstance(value, str) or (value and isinstance(value[0], int))
+    if not is_one and len(value) > MOST_INPUTS:
+        raise refused(name, f"{len(value)} of them", f"at most {MOST_INPUTS}")
     tokens, found = service.tokens, []
     for one in [value] if is_one else value:
         if isinstance(one, str):

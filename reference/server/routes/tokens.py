@@ -1,19 +1,24 @@
 """/tokenize and /detokenize, as in vLLM, and /v1/embeddings."""
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
 
 from reference.server.chat import encode, prompt_of
 from reference.server.embeddings import as_base64, embed
-from reference.server.errors import refused
+from reference.server.errors import ApiError, refused
 from reference.server.generation import refusal
 from reference.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from reference.server.routes.common import user_of
 from reference.server.routes.completions import read_prompts
 from reference.server.service import Service
 from reference.server.streaming import Watched, Whole
 
-MOST_INPUTS = 2048  # of a call, as at OpenAI
+MOST_TOKENS = 300_000  # of a call that embeds, as at OpenAI
+MANY_TOKENS = 1024  # fewer are written between two events of the loop
 
 
 def new_router(service: Service) -> APIRouter:
@@ -35,14 +40,20 @@ def new_router(service: Service) -> APIRouter:
         names = [service.tokens.backend.id_to_token(token) for token in ids]
         return found | {"token_strs": names if body.return_token_strs else None}
 
+    def written(ids: list[int]) -> str:
+        return service.tokens.decode(service.tokens.check("tokens", ids))
+
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of some token ids."""
         service.models.find(body.model)
-        return {"prompt": service.tokens.decode(service.tokens.check("tokens", body.tokens))}
+        if len(body.tokens) < MANY_TOKENS:
+            return {"prompt": written(body.tokens)}
+        async with service.reading:
+            return {"prompt": await asyncio.to_thread(written, body.tokens)}
 
     @router.post("/v1/embeddings")
-    async def create_embedding(body: EmbeddingRequest) -> Watched:
+    async def create_embedding(body: EmbeddingRequest, http: Request) -> Watched:
         """A vector for each text: the mean of the last hidden states, at length 1."""
         name, lora = service.models.find(body.model)
         if lora is not None:
@@ -53,25 +64,37 @@ def new_router(service: Service) -> APIRouter:
             raise refused(
                 "model", name, "one in the server's own process, because workers give logits only"
             )
-        is_one = isinstance(body.input, str) or isinstance(next(iter(body.input), None), int)
-        if not is_one and len(body.input) > MOST_INPUTS:
-            raise refused("input", f"{len(body.input)} texts", f"at most {MOST_INPUTS} of them")
         keep = body.truncate_prompt_tokens
         special = body.add_special_tokens
         prompts = await read_prompts(service, "input", body.input, special, keep)
-        return Whole(embeddings(service, name, prompts, body), service.args.write_timeout)
+        if (count := sum(map(len, prompts))) > MOST_TOKENS:
+            raise refused("input", f"{count} tokens", f"at most {MOST_TOKENS} in all texts")
+        found = embeddings(service, name, prompts, body, user_of(http, body.user))
+        return Whole(in_time(found, service.args.request_timeout), service.args.write_timeout)
 
     return router
 
 
+async def in_time(work: Awaitable[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+    """What the work gives. Raises ApiError if it takes longer."""
+    try:
+        return await asyncio.wait_for(work, timeout_s)
+    except asyncio.TimeoutError:
+        late = f"the answer was not there after {timeout_s} s (--request-timeout)"
+        raise ApiError(504, late) from None
+
+
 async def embeddings(
-    service: Service, name: str, prompts: list[list[int]], body: EmbeddingRequest
+    service: Service, name: str, prompts: list[list[int]], body: EmbeddingRequest, user: str
 ) -> dict[str, Any]:
-    """The answer. Each text is a command of its own, so that steps run between them."""
+    """The answer. Each text is a command of its own, so that steps run between them, and a turn of
+    its own, so that users wait for one text of each other user.
+    """
     data = []
     for at, ids in enumerate(prompts):
         try:
-            vector = await service.engine.call(embed, ids)
+            async with service.embedding.turn(user):
+                vector = await service.engine.call(embed, ids)
         except RuntimeError as error:
             raise refusal(error) from error
         value = as_base64(vector) if body.encoding_format == "base64" else vector
