@@ -37,7 +37,7 @@ def model():
 # ---------------------------------------------------------------- no token changes
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft", "medusa", "eagle", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft", "medusa", "eagle", "mtp"])
 def test_no_token_changes_whatever_number_is_chosen(model, drafters, method):  # noqa: F811
     prompts = [prompt[:20] * 2 for prompt in random_prompts(len(EVERY_WISH), shared=9)]
     prompts = [prompt[:48] for prompt in prompts]

@@ -204,8 +204,11 @@ class Rules:
                 _, departures = self.sent_away.pop(sequence.row)
                 # A prefix cache also frees blocks when two have computed the same tokens.
                 has_cache = isinstance(self.scheduler.blocks, CachingBlockManager)
-                is_allowed = has_cache or self.departures > departures
-                assert is_allowed, "sent away, and back before a request left"
+                # And a step that drafts fewer tokens than the last one takes fewer blocks.
+                varies = getattr(self.scheduler, "chooser", None) is not None
+                assert has_cache or varies or self.departures > departures, (
+                    "sent away, and back before a request left"
+                )
 
     def check_end(self) -> None:
         """When all have gone, no sequence owns a block."""
