@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=01
-# Generated from solutions/l01_roofline.py, checksum 32d38261e39b. Generating again never overwrites your edits.
+# Generated from solutions/l01_roofline.py, checksum 061cccfa08c8. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 01: bytes of a KV cache, the roofline of a linear layer, a stopwatch that
 lies, the price of a token.
@@ -26,12 +26,11 @@ def kv_bytes_per_token(model: ModelShape, bits_per_value: float = 16) -> float:
     """Bytes of cache that one token of one sequence needs, all layers together.
 
     model: its fields have config.json's names: num_hidden_layers, num_attention_heads,
-        num_key_value_heads, head_dim, hidden_size, kv_lora_rank, qk_rope_head_dim, …; kv_lora_rank
-        is 0 unless the model has MLA.
+        num_key_value_heads, head_dim, hidden_size, kv_lora_rank, qk_rope_head_dim, …
     bits_per_value: 16 for bfloat16, 8 for FP8, 4.25 for 4 bits and their scales.
-    Each layer caches k and v of every KV head. With multi-head latent attention (MLA) it caches
-    instead one latent of kv_lora_rank values and one rotary key of qk_rope_head_dim values, which
-    all heads share. Errors: none to raise.
+    Each layer caches k and v of every KV head. Where kv_lora_rank is above 0, it caches instead
+    one row of kv_lora_rank + qk_rope_head_dim values, which all heads share (lesson 6 says why).
+    Errors: none to raise.
 
     Example: 2 layers, 4 query heads, 2 KV heads, head_dim 8, 16 bits: 2 layers · (16 values of k +
     16 of v) · 2 bytes = 128
