@@ -43,7 +43,7 @@ STEPS = {
     "one_expression": attention,
     "torch": attention_torch,
 }
-# (Tq, Tk, Hq, Hkv, D): one token; decode; prefill; chunks behind a cache, D no power of two; more
+# (Tq, Tk, Hq, Hkv, D): one token; decode; prefill; chunks after a cache, D no power of two; more
 # queries than keys
 SHAPES = [
     (1, 1, 1, 1, 8),
