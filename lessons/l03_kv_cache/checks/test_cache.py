@@ -141,7 +141,7 @@ def test_a_batch_of_three_by_hand():
 
 
 def test_a_sequence_over_several_blocks():
-    """Lesson 12's: blocks of 2 slots, in any order; what lies behind a table is no block."""
+    """Lesson 12's: blocks of 2 slots, in any order; what comes after a table is not a block."""
     batch = new_batch([([7, 8], 3), ([1], 0)], 2, block_tables=[[4, 0, 3], [2]])
     assert batch.slot_mapping.tolist() == [0 * 2 + 1, 3 * 2 + 0, 2 * 2 + 0]
     assert batch.block_table[0].tolist() == [4, 0, 3]

@@ -67,7 +67,7 @@ def recompute(tokens: Tensor, past):
 
 
 def one_more(tokens: Tensor):
-    """The step that runs the last token behind all others. tokens: [T]."""
+    """The step that runs the last token after all others. tokens: [T]."""
     return new_batch([(tokens[-1:].tolist(), len(tokens) - 1)], len(tokens), tokens.device)
 
 

@@ -140,7 +140,7 @@ def draw_reserved(requests: list[tuple[int, int]], longest: int) -> ClassFigure:
 
 
 def draw_work(model_name: str = "llama-3-8b") -> ClassFigure:
-    """FLOPs of an answer over its length, behind a prompt of one token."""
+    """FLOPs of an answer over its length, after a prompt of one token."""
     model, answers = find_model(model_name), [2**n for n in range(7, 18)]
     series = {}
     for cached, role in ((False, "naive"), (True, "optimized")):

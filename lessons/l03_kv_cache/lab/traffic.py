@@ -26,7 +26,7 @@ def store(
     held: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Store zeros for so many tokens a step, behind `held` others, in every layer of a cache for
+    """Store zeros for so many tokens a step, after `held` others, in every layer of a cache for
     one sequence. A pool should have the ops STORE_ONLY; it grows where it must.
     """
     config = cache.config
