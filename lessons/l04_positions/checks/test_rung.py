@@ -83,7 +83,7 @@ def test_cached_rotation_equals_rotating_everything(name, steps, seed):
         keys, values = pool.k_slots[layer, :total], pool.v_slots[layer, :total]
         torch.testing.assert_close(keys, rotate(k), atol=1e-6, rtol=0)
         assert torch.equal(values, v)  # V carries no position
-    assert pool.k_slots[:, total:].isnan().all(), "rows behind the sequence stay untouched"
+    assert pool.k_slots[:, total:].isnan().all(), "rows after the sequence stay untouched"
     assert pool.written_bytes == total * CONFIG.kv_bytes_per_token(4)
 
 

@@ -182,7 +182,7 @@ def liger_rotation(positions, cos_sin_cache):
 
 
 def decode_step(rung: Rung):
-    """A provider: the logits of one token behind `count` - 1 cached ones."""
+    """A provider: the logits of one token after `count` - 1 cached ones."""
 
     def make(count: int):
         model = model_of(DTYPE)
