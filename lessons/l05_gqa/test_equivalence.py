@@ -386,7 +386,7 @@ def test_merging_averages_the_heads_keys_and_values(seed):
 
     def attend(name):
         def keep(layer, q, k, v):
-            # of the first layer: behind it the two models go different ways
+            # of the first layer: after it the two models go different ways
             seen.setdefault(name, (q, k, v))
             return recompute.attention(q, k, v)
 
