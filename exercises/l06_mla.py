@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum e4d579a278e5. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum caec6e541bf3. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -117,7 +117,7 @@ class AbsorbedCache:
 
 
 @exercise(
-    "6.3", "Predict: bytes, intensity, and where absorbing stops to pay", minutes=20, difficulty=2
+    "6.3", "Predict: bytes, intensity, and where absorbing stops paying", minutes=20, difficulty=2
 )
 def mla_numbers(
     num_hidden_layers: int,
@@ -149,7 +149,7 @@ def mla_numbers(
     Write down your guess first: DeepSeek-V3 (61 layers, 128 heads, 512 / 128 / 64 / 128) in
     bfloat16, beside heads of 128.
     """
-    raise NotImplementedError("Exercise 6.3: Predict: bytes, intensity, and where absorbing stops to pay")
+    raise NotImplementedError("Exercise 6.3: Predict: bytes, intensity, and where absorbing stops paying")
 
 
 @exercise("6.4", "Find the bugs: latents, token by token", minutes=25, difficulty=3)

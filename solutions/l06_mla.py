@@ -152,7 +152,7 @@ class AbsorbedCache:
 
 
 @exercise(
-    "6.3", "Predict: bytes, intensity, and where absorbing stops to pay", minutes=20, difficulty=2
+    "6.3", "Predict: bytes, intensity, and where absorbing stops paying", minutes=20, difficulty=2
 )
 def mla_numbers(
     num_hidden_layers: int,

@@ -1,4 +1,4 @@
-"""What absorbing saves and where it loses: a decode step, new tokens behind a context, a prompt
+"""What absorbing saves and where it loses: a decode step, new tokens after a context, a prompt
 alone, batches, beside GQA.
 
     python -m lessons.toolbox.measure.bench 06
@@ -121,7 +121,7 @@ def prompt_floor_s(tokens: int) -> float:
 
 
 def chunk_floor_s(new: int) -> float:
-    """As prompt_floor_s, `new` tokens behind CACHED others."""
+    """As prompt_floor_s, `new` tokens after CACHED others."""
     projections = (
         sum(p.numel() for p in one_layer().parameters())
         - one_layer().attention.kv_b_proj.weight.numel()
@@ -188,7 +188,7 @@ BENCHMARKS = [
     Benchmark(
         name="l06_new_tokens",
         title="{x} new tokens: absorbed runs at {speedup:.2f}x the speed of expanded",
-        x_name=f"new tokens behind {CACHED} cached ones",
+        x_name=f"new tokens after {CACHED} cached ones",
         x_values=[1, 4, 16, 64, 128, 256, 512],
         quick_x_values=[1, 64],
         inputs=lambda n, device: layer_inputs(n, CACHED, device),

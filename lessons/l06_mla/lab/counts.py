@@ -95,7 +95,7 @@ def expanded_flops(new_tokens: int, context: int, num_heads: int, mla: MLAConfig
 
 
 def absorbed_flops(new_tokens: int, context: int, num_heads: int, mla: MLAConfig = V3) -> int:
-    """W_UK into the new queries, attention over the latents, W_UV behind it."""
+    """W_UK into the new queries, attention over the latents, W_UV after it."""
     absorb = new_tokens * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return (
         2 * num_heads * (absorb + pairs(new_tokens, context) * (mla.latent_dim + mla.kv_lora_rank))
