@@ -179,8 +179,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l07_epilogue",
-        # on a CPU the compiler fuses silu · up behind the products, not into them
-        title=f"SwiGLU {'inside' if ON_GPU else 'fused behind'} its products: "
+        # on a CPU the compiler fuses silu · up after the products, not into them
+        title=f"SwiGLU {'inside' if ON_GPU else 'fused after'} its products: "
         "{speedup:.2f}x as fast as eager at {x} rows",
         x_name=f"rows, {HIDDEN} values in, {INNER} out",
         x_values=[1, 16, 256, 4096] if ON_GPU else [1, 16, 128],
