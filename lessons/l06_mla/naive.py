@@ -1,4 +1,4 @@
-"""A cache of latents that decompresses everything at every step: small to keep, dear to read.
+"""A cache of latents that decompresses everything at every step: small to keep, expensive to read.
 
 Rung by rung: lesson 3's cache keeps k and v of every head. `LatentPool` keeps one row of rank +
 rope values, c_kv ‖ k_pe, and makes k and v of all heads from it whenever they are needed.
