@@ -15,6 +15,8 @@ from reference.bench.peers.processes import llama_cpp, processor_time, python_wi
 LLAMA = """
     from types import SimpleNamespace
 
+    ggml_type = SimpleNamespace(GGML_TYPE_F32=0)
+
     class CommonParams:
         def __init__(self):
             self.model, self.cpuparams = SimpleNamespace(), SimpleNamespace()

@@ -28,6 +28,8 @@ def main() -> None:
     params.n_ctx = told["places"] * told["context"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.warmup = False
+    # float16 by default, and the tokens are compared with those of float32
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
     with ThreadPoolExecutor(told["places"]) as pool:
         for line in sys.stdin:
