@@ -195,7 +195,8 @@ def bytes_of_a_speculative_step():
     draft, target = 16, 141
     assert weight_bytes(find_model("llama-3-70b")) / GB == pytest.approx(target, abs=0.5)
     read = 4 * draft + target
-    return [4, read, 1e3 * read * GB / 3.35e12, 1e3 * target * GB / 3.35e12]
+    bandwidth = 4 * 3.35e12
+    return [4, read, 1e3 * read * GB / bandwidth, 1e3 * target * GB / bandwidth]
 
 
 NO_NUMBER = list

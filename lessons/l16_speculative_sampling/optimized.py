@@ -34,7 +34,7 @@ def first_rejection(
         q_there = tl.load(q_ptr + wide * stride_q + drafted, mask=is_drafted, other=0.0)
     u_accept = tl.load(u_ptr + 2 * rows, mask=is_drafted, other=0.0)
     passes = u_accept * q_there < p_there
-    # The first that does not pass ends the chain, whatever stands behind it.
+    # The first that does not pass ends the chain, whatever follows it.
     stop = tl.min(tl.where(is_drafted & passes, last, rows), axis=0)
     return tl.minimum(stop, last)
 
@@ -82,7 +82,7 @@ def drawn_from_row(
     largest = 0
     for start in range(0, vocab_size, BLOCK_V):
         ids = start + tl.arange(0, BLOCK_V)
-        # A masked load reads nothing, so memory rests once the token is found.
+        # A masked load reads nothing, so traffic ends once the token is found.
         reads = (ids < vocab_size) & is_real & (drawn == vocab_size)
         rest = load_rest(p_row, q_row, ids, token, reads, has_draft, SURE)
         reached = running + tl.cumsum(rest, axis=0)
@@ -151,8 +151,8 @@ def verify(
     """naive.verify in one launch. p, q: [R, V] float32, drafted: [R] int64, u: [R, 2] float32 below
     1, cu_rows: [B + 1] int32 -> tokens: [R] int64, accepted: [B] int32.
 
-    q: None if the draft was sure of its tokens (n-grams). max_rows: of a sequence at most, known to
-    the host. Raises ValueError.
+    q: None if the draft was sure of its tokens (n-grams). max_rows: rows of the longest sequence, which
+    the host knows. Raises ValueError.
     """
     check_rows(p, q, drafted, u, cu_rows, max_rows)
     tokens = torch.empty_like(drafted)
