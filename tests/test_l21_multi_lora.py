@@ -66,9 +66,9 @@ def test_the_readme_quotes_the_sizes():
     assert f"{memory / 1e9:.0f} GB holds {memory // base} of them" in README
     assert f"read {4 * base / 1e9:.1f} GB for four tokens" in README
     assert f"is {adapter / 1e6:.1f} MB, or {adapter / base:.2%} of the model" in README
-    assert f"which is {sizes.adapter_bytes(LLAMA, 16, pair) / 1e6:.1f} MB" in README
+    assert f"which takes {sizes.adapter_bytes(LLAMA, 16, pair) / 1e6:.1f} MB" in README
     assert f"holds {sizes.adapters_that_fit(LLAMA, 16, memory)} adapters of rank 16" in README
-    assert f"only {sizes.adapters_that_fit(LLAMA, 256, memory)} that fit" in README
+    assert f"only {sizes.adapters_that_fit(LLAMA, 256, memory)} fit" in README
     shapes = sizes.linear_shapes(LLAMA).values()
     matrices = sizes.VALUE_BYTES * LLAMA.num_hidden_layers * sum(n * k for n, k in shapes)
     merge_ms = 2e3 * matrices / CHIPS["h100"].memory_bytes_per_s  # read and written

@@ -18,8 +18,8 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Tiles(NamedTuple):
-    """Columns of x a step and a split of the shrink, outputs a program of the expand, and
-    launches.
+    """block_k, split_k: columns of x in a step and in a split of the shrink. block_n: outputs of a
+    program of the expand. The rest is how both are launched.
     """
 
     block_k: int
@@ -32,9 +32,9 @@ class Tiles(NamedTuple):
 # Chosen by the compiler (no spills); none has been timed. A split is 512 columns, so that 16
 # segments of K = 4096 are 128 programs, one for each of an H200's 132 processors.
 TILES = Tiles(block_k=128, split_k=512, block_n=128, num_warps=4, num_stages=3)
-# Without matrix units, or for float32, whose products shall not be rounded to tf32.
+# Without matrix units, or for float32, whose products must not be rounded to tf32.
 PLAIN = Tiles(block_k=32, split_k=512, block_n=32, num_warps=4, num_stages=2)
-LEAST_RANKS, MOST_RANKS = 16, 64  # of a block: the fewest that a matrix unit takes
+LEAST_RANKS, MOST_RANKS = 16, 64  # of a block; 16 are the fewest that a matrix unit takes
 
 
 def add_lora(
