@@ -31,7 +31,7 @@ def test_the_readme_quotes_the_simulation():
     ((alone,), _), capacity = simulate([Call(0.0, 512, 64)]), experiments.capacity_per_s()
     assert f"64 out, in {alone.e2el_s:.2f} s by lesson 15's cost" in README
     assert f"gives {1 / alone.e2el_s:.1f} answers per second" in README
-    assert f"16 places (requests of one step) the same engine gives {capacity:.1f}" in README
+    assert f"(16 *places*), the same engine gives {capacity:.1f}" in README
     assert experiments.PLACES == 16 and experiments.PROMPT == 512
     assert f"W = 16 / {capacity:.1f} = {16 / capacity:.2f} s" in README
     assert f"up to the capacity of {capacity:.1f}. Beyond it" in README
@@ -45,10 +45,10 @@ def test_the_readme_quotes_the_simulation():
         assert f"| {row.name} | {seconds} | `{row.goodput_per_s:.1f}` |" in README
     loop = experiments.blocking(experiments.crowd())
     answered = sum(not one.why_not for one in loop)
-    assert f"With the blocking loop `{answered}` of `{len(loop)}` got an answer" in README
+    assert f"With the blocking loop `{answered}` of `{len(loop)}` requests got an answer" in README
     hidden, seen = (percentile(every, 99) for every in experiments.omission().values())
-    said = f"percentile is {1e3 * hidden:.0f} ms. A hundred people came in these seconds"
-    assert f"{said}, and counted from when they came it is {1e3 * seen:.0f} ms" in README
+    said = f"percentile is {1e3 * hidden:.0f} ms. But a hundred users wanted to ask in these"
+    assert f"{said} seconds. Counted from then, it is {1e3 * seen:.0f} ms" in README
     assert f"{1e3 * hidden:.0f} ms for the client, {1e3 * seen:.0f} ms for its users" in guide(
         "sends the next request"
     )
@@ -88,13 +88,12 @@ def test_the_readme_quotes_longer_simulations(what):
             fmean(one.e2el_s for one in seen)
             for seen in experiments.two_users(whose="greedy").values()
         )
-        assert f"has an answer after {fair:.1f} s in the mean instead of {first_come:.1f} s" in (
-            README
-        )
+        said = f"waits {fair:.1f} s on average for an answer, instead of {first_come:.1f} s"
+        assert said in README
     else:
         ((load, _, good),) = experiments.overload((0.8,))
         door, all_in = good["turns some away"], good["takes all"]
-        said = f"At `{load}` times the capacity our door turns a few requests away"
+        said = f"At `{load}` times the capacity admission control turns away a few requests"
         assert f"{said} that would have been in time: `{door:.1f}` instead of `{all_in:.1f}`" in (
             README
         )
@@ -105,7 +104,7 @@ def test_the_readme_quotes_the_examples():
     law = little([(0, 4), (1, 3), (2, 6)])
     assert law == pytest.approx((10 / 6, 3 / 6, 10 / 3))
     assert f"W = (4 + 2 + 4) / 3 = {law.stay_s:.2f} s,   L = 10 / 6 = {law.in_system:.2f}" in README
-    assert f"1000 · 1001 / 2 = {sum(range(1001)):,} of them" in README
+    assert f"1000 · 1001 / 2 = {sum(range(1001)):,} tokens" in README
     for waiting, each, rate, said in [(40, 600, 12_000, "wait = 40"), (30, 400, 8_000, "30")]:
         service = ServiceRate()
         service.ran(rate, 1.0)

@@ -1,11 +1,11 @@
-"""A server as one would write it first: a loop that takes a request, answers it, and takes the
+"""A server as you would write it first: a loop that takes a request, answers it, and takes the
 next.
 
 Read `BlockingServer.serve`. Each request waits for all before it, however short it is. No client
 sees a token before the last one, and none can leave. The queue takes whatever comes, so under
 overload requests wait for longer and longer, until all clients have given up.
 
-Then the two queues that one would put between an engine's thread and a reader, once answers are
+Then the two queues that you might put between an engine's thread and a reader, once answers are
 streamed. mailbox.py has the one that works.
 """
 
