@@ -40,7 +40,7 @@ def test_the_readme_quotes_bytes_and_rows():
     weights = 3 * QWEN3["size"] * QWEN3["inner"]
     read_s = VALUE_BYTES * weights / H100.memory_bytes_per_s
     assert f"experts of {weights / 1e6:.1f} million weights" in README
-    assert f"reads one expert in {1e6 * read_s:.1f} µs" in README
+    assert f"reads one expert in 16 bits in {1e6 * read_s:.1f} µs" in README
     assert f"(lesson 11): {1e6 * LAUNCHES * LAUNCH_S:.0f} µs" in README
     assert read_s < LAUNCHES * LAUNCH_S / 10  # idle more than nine tenths of the time
     experts = "    ".join(f"T = {tokens}: {read_by(tokens):.1f}" for tokens in (8, 64))
@@ -103,7 +103,7 @@ def test_the_readme_quotes_tiles_and_loads():
     assert f"(10 + 4 · 3) / 4 = 5.5, so {most_tiles(10, 4, 4)}." in README
     travels = 1024 * 2 * ROW_BYTES * 3 / 4
     assert f"1024 · 2 rows of {ROW_BYTES} bytes" in README
-    assert f"{travels / 1e6:.1f} MB, and gets as much back" in README
+    assert f"to others, {travels / 1e6:.1f} MB, and gets as many back" in README
     sent = 256 * 2 * ROW_BYTES / 2
     assert (
         f"{sent / 1e6:.1f} MB. It returns" in README and f"{2 * sent / 1e6:.1f} MB in all" in README

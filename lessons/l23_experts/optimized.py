@@ -18,8 +18,8 @@ from lessons.toolbox.kernels.triton_ import triton
 
 
 class Tiles(NamedTuple):
-    """Rows of an expert and outputs that a program owns, in gate_up_kernel and in down_kernel,
-    columns that it adds at a time, and how it is launched.
+    """What a program owns: block_m rows of an expert, and block_n outputs in gate_up_kernel or
+    down_block_n in down_kernel. block_k: columns that it adds at a time. The rest: its launch.
     """
 
     block_m: int
@@ -39,7 +39,7 @@ TILES = {
     32: Tiles(64, 64, 128, 64, 4, 3),
     2**31: Tiles(128, 64, 128, 64, 8, 3),
 }
-# Without matrix units, or for float32, whose products shall not be rounded to tf32.
+# Without matrix units, or for float32, whose products must not be rounded to tf32.
 PLAIN = Tiles(16, 32, 32, 32, 4, 2)
 ALIGN_BLOCK = 512  # pairs that a program looks at together
 SUM_BLOCK, SUM_WARPS = 512, 2  # columns of a program that sums; 8 a thread, 16 bytes in 16 bits
@@ -60,7 +60,7 @@ def expert_rows(
     x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
     """What each expert makes of its tokens, without the router's weights: [T · k, H], pair
-    t · k + j being token t and its j-th expert. Rows of experts that live elsewhere are not
+    t · k + j being token t and its j-th expert. Rows of other ranks' experts are not
     written.
 
     tiles: None for those that fit the machine. Other arguments and errors as `experts`.
