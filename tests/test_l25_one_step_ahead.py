@@ -30,7 +30,7 @@ def test_the_readme_quotes_the_step_of_a_model():
     assert f"it reads {weights / 1e9:.1f} GB of weights at {memory / 1e12:.2f} TB/s" in README
     assert f"the device idles {2 / (2 + device_ms):.0%} of the time" in README
     half = device_ms / 2
-    assert f"a step takes {half:.1f} ms, and the device idles {2 / (2 + half):.0%}" in README
+    assert f"a step takes {half:.1f} ms, and they idle {2 / (2 + half):.0%} of the time" in README
 
 
 def test_the_measured_figure_shows_what_its_description_says():

@@ -1,7 +1,7 @@
 """One step ahead: step n + 1 is scheduled and launched while the device runs step n.
 
 Read `step` beside naive.py's. The scheduler is lesson 15's, unchanged: it counts a placeholder as a
-token. Its value is put into the next pass on the device, which has it before the host does.
+token. The device puts the value into the next pass, because it has it before the host does.
 
 Sources: Zhu et al. 2024, NanoFlow (scheduling beside the GPU); vLLM's pull request
 19970 (placeholders).
@@ -44,7 +44,7 @@ class OneStepAhead:
         self.running = ahead
 
     def tell(self) -> None:
-        """Wait for the pass that was running, and put its tokens in the place of placeholders."""
+        """Wait for the pass that was running, and put its tokens in place of the placeholders."""
         if self.running is None:
             return
         tokens = self.device.read(self.running)
