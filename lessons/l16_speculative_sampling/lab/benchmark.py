@@ -119,7 +119,7 @@ def flashinfer(p, q, drafted, u, cu_rows):
 BENCHMARKS = [
     Benchmark(
         name="l16_batch",
-        title="Speculation with a batch of {x}: {speedup:.2f}x the speed of one token a pass",
+        title="With a batch of {x}, speculation has {speedup:.2f}x the speed of one token a pass",
         x_name="requests of a batch",
         x_values=[1, 2, 4, 8, 16],
         quick_x_values=[1, 8],
@@ -138,7 +138,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l16_verify",
-        title="Verifying {x} sequences at once is {speedup:.1f}x faster than one after the other",
+        title="Verifying {x} sequences at once is {speedup:.1f}x as fast as one after the other",
         x_name="sequences",
         x_values=[1, 4, 16, 64, 256] if ON_GPU else [1, 4, 16, 64],
         quick_x_values=[1, 16],

@@ -156,8 +156,8 @@ BENCHMARKS = [
     Benchmark(
         name="l21_batch",
         title=(
-            f"{NUM_ADAPTERS} adapters at once: {{speedup:.1f}}x faster than one by one at {{x}} "
-            "rows"
+            f"With {{x}} rows, {NUM_ADAPTERS} adapters at once are {{speedup:.1f}}x as fast as "
+            "one by one"
         ),
         x_name="rows of the batch",
         x_values=BATCHES,
@@ -176,7 +176,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l21_adapters",
-        title="{x} adapters in " + str(ROWS) + " rows: {speedup:.1f}x faster than one by one",
+        title=f"In {ROWS} rows, {{x}} adapters at once are {{speedup:.1f}}x as fast as one by one",
         x_name="adapters in the batch",
         x_values=ADAPTER_COUNTS,
         quick_x_values=ADAPTER_COUNTS[-1:],

@@ -85,7 +85,8 @@ def long_answer_of(tokens: int, device: torch.device) -> tuple[int]:
 BENCHMARKS = [
     Benchmark(
         name="l22_second_client",
-        title="While one client gets {x} tokens, the next one gets its first {speedup:.0f}x sooner",
+        title="While one client gets {x} tokens, an event loop gives the next its first "
+        "{speedup:.0f}x sooner",
         x_name="tokens of the first client's answer",
         x_values=LONG_ANSWERS,
         quick_x_values=LONG_ANSWERS[:1],

@@ -25,8 +25,8 @@ def in_a_loop(loop: type):
 BENCHMARKS = [
     Benchmark(
         name="l25_steps",
-        title=f"A host of {HOST:g} ms before a device of {{x}} ms: {{speedup:.2f}}x faster "
-        "one step ahead",
+        title=f"With a host of {HOST:g} ms and a device of {{x}} ms, one step ahead is "
+        "{speedup:.2f}x as fast",
         x_name="milliseconds of the device in a step",
         x_values=LATENCIES_MS,
         quick_x_values=LATENCIES_MS[2:4],
