@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum 11e93c9176c4. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum 439b93b053a7. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
@@ -78,7 +78,7 @@ def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int
 
     wishes: in the order of arrival. The engine serves one request at a time, to its end, and a
     token takes 1 unit of time. When it is free, it looks at those that have arrived by now. If
-    there is none, it waits for the next arrival. weights: a user with weight 2 shall get twice as
+    there is none, it waits for the next arrival. weights: a user with weight 2 gets twice as
     many tokens; a user who is not named has 1.
 
     This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens at weight 1:

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
-# Generated from solutions/l23_experts.py, checksum 4d282ad5cce6. Generating again never overwrites your edits.
+# Generated from solutions/l23_experts.py, checksum c45e2b7b0113. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
 
@@ -34,7 +34,7 @@ def expert_rows_kernel(
     """Program (tile, block): BLOCK_M pairs of one expert, BLOCK_N of its outputs.
 
     Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is
-    T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` wants it. size and num_outputs
+    T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` requires. size and num_outputs
     need not be multiples of blocks. `tl.dot` needs input_precision="ieee".
     """
     raise NotImplementedError("Exercise 23.1: The kernel: all experts in one launch")

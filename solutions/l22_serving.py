@@ -95,7 +95,7 @@ def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int
 
     wishes: in the order of arrival. The engine serves one request at a time, to its end, and a
     token takes 1 unit of time. When it is free, it looks at those that have arrived by now. If
-    there is none, it waits for the next arrival. weights: a user with weight 2 shall get twice as
+    there is none, it waits for the next arrival. weights: a user with weight 2 gets twice as
     many tokens; a user who is not named has 1.
 
     This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens at weight 1:

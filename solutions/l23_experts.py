@@ -31,7 +31,7 @@ def expert_rows_kernel(
     """Program (tile, block): BLOCK_M pairs of one expert, BLOCK_N of its outputs.
 
     Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is
-    T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` wants it. size and num_outputs
+    T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` requires. size and num_outputs
     need not be multiples of blocks. `tl.dot` needs input_precision="ieee".
     """
     # SOLUTION 23.1
