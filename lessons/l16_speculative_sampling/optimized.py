@@ -151,8 +151,8 @@ def verify(
     """naive.verify in one launch. p, q: [R, V] float32, drafted: [R] int64, u: [R, 2] float32 below
     1, cu_rows: [B + 1] int32 -> tokens: [R] int64, accepted: [B] int32.
 
-    q: None if the draft was sure of its tokens (n-grams). max_rows: rows of the longest sequence, which
-    the host knows. Raises ValueError.
+    q: None if the draft was sure of its tokens (n-grams). max_rows: rows of the longest sequence,
+    which the host knows. Raises ValueError.
     """
     check_rows(p, q, drafted, u, cu_rows, max_rows)
     tokens = torch.empty_like(drafted)
