@@ -104,6 +104,13 @@ def split_tiles(num_heads: int, itemsize: int, shared_bytes: int, chip: int | No
     return tiles._replace(block_n=64) if chip == 90 and tiles.block_h == 64 else tiles
 
 
+def programs_per_sm(num_heads: int, shared_bytes: int) -> int:
+    """Two where the tiles of 16 heads (KERNELS: 91 KiB) fit twice into a block's shared_bytes. At
+    128 heads they take 112 to 216 KiB, so there is room for one.
+    """
+    return 2 if num_heads <= 16 and shared_bytes >= 2 * 91 * 1024 else 1
+
+
 def mla_flash_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -128,9 +135,7 @@ def mla_flash_decode(
     tiles = tiles or split_tiles(num_heads, q.element_size(), shared, capability(q.device))
     check_powers_of_two(SMALLEST_TILE, block_h=tiles.block_h, block_n=tiles.block_n)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
-    # Two slots an SM where the tiles of 16 heads (KERNELS: 91 KiB) fit twice. At 128 heads they
-    # take 112 to 216 KiB, so there is room for one.
-    slots = sms_of(q.device) * (2 if num_heads <= 16 and shared >= 2 * 91 * 1024 else 1)
+    slots = sms_of(q.device) * programs_per_sm(num_heads, shared)
     num_splits = plan_splits(
         num_sequences * head_blocks,
         capacity if max_context_len is None else max_context_len,

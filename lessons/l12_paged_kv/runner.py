@@ -86,8 +86,11 @@ def by_length(pool: KVPool, context_lens: list[int]) -> bool:
     """Whether a step of single queries with these contexts is decoded by a list of splits."""
     from lessons.l10_flash_decoding import splits  # here, because a CPU splits nothing
 
-    slots = splits.sms_of(pool.k_slots.device) * splits.PROGRAMS_PER_SM
-    return splits.pays_by_length(context_lens, pool.k_slots.shape[-2], slots)
+    of_heads = pool.k_slots.shape[-2], splits.PROGRAMS_PER_SM
+    # Pools whose kernels are of another size say so.
+    programs, per_sm = getattr(pool, "programs_of_split", of_heads)
+    slots = splits.sms_of(pool.k_slots.device) * per_sm
+    return splits.pays_by_length(context_lens, programs, slots)
 
 
 def copy_blocks(pool: KVPool, copies: list[Copy]) -> None:

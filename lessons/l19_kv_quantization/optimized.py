@@ -15,7 +15,13 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l09_flash_attention.tiles import Tiles, chip_of, has_e4m3
-from lessons.l12_paged_kv.kernels.arguments import check_decode, check_places, check_prefill
+from lessons.l10_flash_decoding.splits import WorkItems
+from lessons.l12_paged_kv.kernels.arguments import (
+    check_decode,
+    check_items,
+    check_places,
+    check_prefill,
+)
 from lessons.l12_paged_kv.kernels.launch import Stored, launch_prefill
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.kernels.arguments import check_codes
@@ -67,6 +73,7 @@ def quantized_decode(
     num_splits: int | None = None,
     split_size: int | None = None,
     max_context_len: int | None = None,
+    items: WorkItems | None = None,
 ) -> Tensor:
     """One query per sequence over its blocks of codes. q: [B, Hq, D] -> [B, Hq, Dv].
 
@@ -76,10 +83,12 @@ def quantized_decode(
     """
     plain = check_codes(format, q, k_codes, v_codes, k_scales, v_scales)
     check_decode(q, *plain, block_table, context_lens, window)
+    if items is not None:
+        check_items(items, context_lens, num_splits, split_size)
     check_places(block_table, context_lens, *k_codes.shape[:2])
     check_one_device(q=q, k_codes=k_codes, v_codes=v_codes)
     pages = k_codes, v_codes, k_scales, v_scales, block_table
-    options = softmax_scale, window, num_splits, split_size, max_context_len
+    options = softmax_scale, window, num_splits, split_size, max_context_len, items
     return launch_codes(format, q, *pages, context_lens, *options)
 
 

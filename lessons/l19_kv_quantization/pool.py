@@ -9,6 +9,7 @@ K and V whether its prompt ran in one piece or in chunks, or came out of the pre
 """
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Attend
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
+from lessons.l05_gqa.tiles import has_matrix_units
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l12_paged_kv.kernels.apart import apart
 from lessons.l12_paged_kv.kernels.latents import PagedLatentPool
 from lessons.l19_kv_quantization.formats import RowFormat
+from lessons.l19_kv_quantization.kernels.launch import crowding, items_for
 from lessons.l19_kv_quantization.optimized import (
     quantize_rows,
     quantized_decode,
@@ -150,6 +153,14 @@ class KernelPool(QuantizedPool):
     have no rules of their own.
     """
 
+    @cached_property
+    def programs_of_split(self) -> tuple[int, int]:
+        """Programs that read a split of a sequence, and those that an SM holds."""
+        config = self.config
+        heads, widest = self.k_slots.shape[-2], config.head_dim
+        group = config.num_attention_heads // heads
+        return heads, crowding(self.format.bits, group, widest, has_matrix_units(self.k_scales))[0]
+
     def store(self, codes: Tensor, scales: Tensor, x: Tensor, slot_mapping: Tensor) -> None:
         """As in QuantizedPool, in one pass."""
         if self.format.name == "fp8" and not writes_e4m3(x.device):
@@ -175,8 +186,10 @@ class KernelPool(QuantizedPool):
 
             def decode(q: Tensor, part: Batch) -> Tensor:
                 pages, most = (*codes, part.block_table), part.max_context_len
+                items = items_for(part, self.format, q, k_codes, v_codes, options[2])
+                lens = part.context_lens
                 return quantized_decode(
-                    q, *pages, part.context_lens, *options, max_context_len=most
+                    q, *pages, lens, *options, max_context_len=most, items=items
                 )
 
             def prefill(q: Tensor, part: Batch) -> Tensor:

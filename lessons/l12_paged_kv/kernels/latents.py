@@ -7,7 +7,7 @@ Sources: DeepSeek-V2 (2024), section 2.1.2; Kwon et al. 2023, PagedAttention, se
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -24,20 +24,32 @@ from lessons.l06_mla.optimized import (
     shared_bytes_of,
 )
 from lessons.l09_flash_attention.tiles import capability
-from lessons.l10_flash_decoding.mla import LATENTS_10, split_tiles
-from lessons.l10_flash_decoding.optimized import combine, keys_of_split
-from lessons.l10_flash_decoding.splits import plan_splits, sms_of
+from lessons.l10_flash_decoding.mla import LATENTS_10, programs_per_sm, split_tiles
+from lessons.l10_flash_decoding.splits import WorkItems, plan_splits, sms_of
 from lessons.l11_cuda_graphs.naive import fused_latents
 from lessons.l12_paged_kv import naive
 from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.kernels.apart import apart
-from lessons.l12_paged_kv.kernels.arguments import check_places, check_sequences, check_splits
-from lessons.l12_paged_kv.kernels.hooks import paged_row
+from lessons.l12_paged_kv.kernels.arguments import (
+    check_items,
+    check_places,
+    check_sequences,
+    check_splits,
+)
+from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, equal_split, listed_split, paged_row
+from lessons.l12_paged_kv.kernels.launch import merged, room_for
+from lessons.l12_paged_kv.kernels.plan import items_of_step
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 class PagedLatentPool(AbsorbedPool):
     """AbsorbedPool whose sequences own blocks of a table, not the block of their own number."""
+
+    @cached_property
+    def programs_of_split(self) -> tuple[int, int]:
+        """`programs_of` for the model's heads."""
+        # The last of them, because the scales of a cache of codes have the model's dtype.
+        return programs_of(self.config.num_attention_heads, self.tensors[-1])
 
     def read(self, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
         """Prompts expand their latents, single queries before them read theirs as they are.
@@ -86,10 +98,12 @@ def paged_mla_kernel(
     kv_ptr,
     out_ptr,
     lse_ptr,
+    items_ptr,
     context_lens_ptr,
     block_table_ptr,
     scale_log2e,
     num_heads,
+    window,
     split_size,
     stride_qb,
     stride_qh,
@@ -102,12 +116,16 @@ def paged_mla_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROW_OF: tl.constexpr = paged_row,
+    SPLIT_OF: tl.constexpr = equal_split,
 ):
-    """One program per block of heads, split and sequence: every row is key (RANK + ROPE values) and
-    value (the first RANK).
+    """One program per block of heads and split: every row is key (RANK + ROPE values) and value
+    (the first RANK).
     """
-    split, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    num_splits = tl.num_programs(1)
+    sequence, length, begin, end, place = SPLIT_OF(
+        items_ptr, context_lens_ptr, window, split_size, num_heads, BLOCK_N
+    )
+    if items_ptr is not None and sequence < 0:  # an idle item of the list
+        return
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < num_heads
     latent, rope, step = tl.arange(0, RANK), RANK + tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
@@ -115,9 +133,6 @@ def paged_mla_kernel(
     q_latent = tl.load(q_row + latent[None, :], mask=is_head[:, None], other=0.0)
     q_pe = tl.load(q_row + rope[None, :], mask=is_head[:, None], other=0.0)
     table_ptr = block_table_ptr + sequence * stride_table
-
-    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    begin, end = keys_of_split(split, num_splits, split_size, length, length, BLOCK_N)
 
     m_i = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_H,), tl.float32)
@@ -141,9 +156,24 @@ def paged_mla_kernel(
         m_i = m_new
 
     out = tl.where(begin < length, acc / l_i[:, None], 0.0)
-    partial = (sequence * num_heads + head) * num_splits + split
-    tl.store(out_ptr + partial[:, None] * RANK + latent[None, :], out, mask=is_head[:, None])
+    partial = place + head * tl.num_programs(1)
+    out_at = out_ptr + partial[:, None] * RANK + latent[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
     tl.store(lse_ptr + partial, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=is_head)  # ln 2
+
+
+def tiles_of(num_heads: int, like: Tensor) -> Tiles:
+    """Lesson 10's tiles on the chip of `like`, a tensor of any shape in q's dtype."""
+    itemsize, chip = like.element_size(), capability(like.device)
+    return split_tiles(num_heads, itemsize, shared_bytes_of(like), chip)
+
+
+def programs_of(num_heads: int, like: Tensor) -> tuple[int, int]:
+    """Programs that read a split of a sequence, one for each block of heads, and those that an SM
+    holds. like: as in `tiles_of`.
+    """
+    blocks = triton.cdiv(num_heads, tiles_of(num_heads, like).block_h)
+    return blocks, programs_per_sm(num_heads, shared_bytes_of(like))
 
 
 def paged_mla_decode(
@@ -157,13 +187,16 @@ def paged_mla_decode(
     split_size: int | None = None,
     max_context_len: int | None = None,
     tiles: Tiles | None = None,
+    items: WorkItems | None = None,
 ) -> Tensor:
     """One absorbed query per sequence over its blocks of latents. q: [B, H, rank + rope]; latents:
     [num_blocks, block_size, rank + rope] -> [B, H, rank].
 
-    block_table, context_lens: as in `paged_decode`; the rest as in lesson 10's `mla_flash_decode`.
-    Raises ValueError.
+    block_table, context_lens, items: as in `paged_decode`; the rest as in lesson 10's
+    `mla_flash_decode`. Raises ValueError.
     """
+    if items is not None:
+        check_items(items, context_lens, num_splits, split_size)
     check_sequences(q, block_table, context_lens, latents.shape[1])
     check_places(block_table, context_lens, *latents.shape[:2])
     capacity = block_table.shape[1] * latents.shape[1]
@@ -172,25 +205,25 @@ def paged_mla_decode(
     check_latent_inputs(q, as_if_contiguous, context_lens, kv_lora_rank)
     check_splits(capacity, num_splits, split_size, max_context_len)
     num_sequences, num_heads, dim = q.shape
-    chip = capability(q.device)
-    tiles = tiles or split_tiles(num_heads, q.element_size(), shared_bytes_of(q), chip)
+    tiles, per_sm = tiles or tiles_of(num_heads, q), programs_per_sm(num_heads, shared_bytes_of(q))
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
-    longest = capacity if max_context_len is None else max_context_len
-    slots, programs = sms_of(q.device), num_sequences * head_blocks
-    num_splits = plan_splits(programs, longest, tiles.block_n, slots, num_splits, split_size)
-    shape, kind = (num_sequences, num_heads, num_splits), dict(dtype=torch.float32, device=q.device)
-    partial_out = torch.empty(*shape, kv_lora_rank, **kind)
-    partial_lse = torch.empty(*shape, **kind)
+    if items is None:
+        longest = capacity if max_context_len is None else max_context_len
+        slots, programs = sms_of(q.device) * per_sm, num_sequences * head_blocks
+        num_splits = plan_splits(programs, longest, tiles.block_n, slots, num_splits, split_size)
+    partial_out, partial_lse = room_for(q, num_splits, kv_lora_rank, items)
     if partial_out.numel():
-        paged_mla_kernel[head_blocks, num_splits, num_sequences](
+        paged_mla_kernel[head_blocks, partial_out.shape[2], len(partial_out)](
             q,
             latents,
             partial_out,
             partial_lse,
+            None if items is None else items.items,
             context_lens,
             block_table,
             softmax_scale * 1.4426950408889634,
             num_heads,
+            NO_WINDOW,
             split_size or 0,
             *q.stride()[:2],
             *latents.stride()[:2],
@@ -200,10 +233,11 @@ def paged_mla_decode(
             PAGE_SIZE=latents.shape[1],
             BLOCK_H=tiles.block_h,
             BLOCK_N=tiles.block_n,
+            SPLIT_OF=equal_split if items is None else listed_split,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-    return combine(partial_out, partial_lse, q.dtype)[0]
+    return merged(partial_out, partial_lse, items, q.dtype)[0]
 
 
 # ---------------------------------------------------------------- the rung
@@ -222,6 +256,9 @@ def decode(
     """
     if not kernel_fits(q):
         return naive.attend(q, k_cache, v_cache, batch, softmax_scale, window)
+    num_heads = q.shape[1]
+    blocks, per_sm = programs_of(num_heads, q)
+    block_n = tiles_of(num_heads, q).block_n
     return paged_mla_decode(
         q,
         k_cache[:, :, 0],
@@ -230,6 +267,7 @@ def decode(
         softmax_scale,
         v_cache.shape[-1],
         max_context_len=batch.max_context_len,
+        items=items_of_step(batch, blocks, block_n, None, per_sm),
     )
 
 

@@ -136,11 +136,7 @@ def launch_decode(
             SPLIT_OF=equal_split if items is None else listed_split,
             num_warps=warps_for(group, max(head_dim, v_head_dim)),
         )
-    if items is not None:
-        return combine_ranges(partial_out[0], partial_lse[0], items.starts, q.dtype)
-    if num_splits == 1:
-        return partial_out[:, :, 0], partial_lse[:, :, 0]
-    return combine(partial_out, partial_lse, q.dtype)
+    return merged(partial_out, partial_lse, items, q.dtype)
 
 
 def room_for(
@@ -154,6 +150,19 @@ def room_for(
     # Partial results stay in float32; a single split is the result.
     dtype = q.dtype if num_splits == 1 else torch.float32
     return empty_partials(q, num_splits, v_head_dim, dtype)
+
+
+def merged(
+    partial_out: Tensor, partial_lse: Tensor, items: WorkItems | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What a launch has written into `room_for`'s tensors, merged: out: [B, Hq, Dv] of dtype, lse:
+    [B, Hq] float32.
+    """
+    if items is not None:
+        return combine_ranges(partial_out[0], partial_lse[0], items.starts, dtype)
+    if partial_out.shape[2] == 1:
+        return partial_out[:, :, 0], partial_lse[:, :, 0]
+    return combine(partial_out, partial_lse, dtype)
 
 
 def splits_for(

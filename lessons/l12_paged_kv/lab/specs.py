@@ -199,7 +199,7 @@ KERNELS += [
     replace(
         spec,
         kernel=f"{ROOM}.kernels.latents:paged_mla_kernel",
-        name=spec.name.replace("mla_split", "paged_mla"),
+        name=spec.name.replace("mla_split", f"paged_mla{listed}"),
         signature={
             ("scale_log2e" if name == "softmax_scale" else name).replace(
                 "stride_kb", "stride_kblock"
@@ -207,12 +207,16 @@ KERNELS += [
             for name, kind in spec.signature.items()
             if name != "capacity"
         }
-        | {"block_table_ptr": "*i32", "stride_table": "i32"},
-        constexprs=spec.constexprs | {"PAGE_SIZE": 16, "ROW_OF": paged_row},
+        | {"block_table_ptr": "*i32", "stride_table": "i32", "window": "i32"}
+        | ({"items_ptr": "*i32"} if split_of is listed_split else {}),
+        constexprs=spec.constexprs
+        | {"PAGE_SIZE": 16, "ROW_OF": paged_row, "SPLIT_OF": split_of}
+        | ({} if split_of is listed_split else {"items_ptr": None}),
         divisible_by_16=tuple(
             name.replace("stride_kb", "stride_kblock") for name in spec.divisible_by_16
         ),
     )
+    for listed, split_of in (("", equal_split), ("_listed", listed_split))
     for spec in splits.KERNELS
-    if "mla_split_kernel" in spec.kernel
+    if "mla_split_kernel" in spec.kernel and ("fp32" not in spec.name or not listed)
 ]

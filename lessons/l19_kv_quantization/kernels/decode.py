@@ -18,8 +18,7 @@ or fourth channel. It meets the same channels of q, and its sums are the same ch
 result, so no code has to move to another thread.
 """
 
-from lessons.l10_flash_decoding.optimized import keys_of_split
-from lessons.l12_paged_kv.kernels.hooks import causal, paged_row
+from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, paged_row
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -172,6 +171,7 @@ def codes_decode_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    items_ptr,
     context_lens_ptr,
     block_table_ptr,
     k_scale_ptr,
@@ -204,12 +204,17 @@ def codes_decode_kernel(
     UNPACK: tl.constexpr,
     NUMBER: tl.constexpr,
     SEES: tl.constexpr = causal,
+    SPLIT_OF: tl.constexpr = equal_split,
 ):
-    """One program per KV head, split and sequence, as lesson 12's decode_kernel. k_ptr, v_ptr:
-    words of PARTS codes, in which their strides count.
+    """One program per KV head and split, as lesson 12's decode_kernel. k_ptr, v_ptr: words of PARTS
+    codes, in which their strides count.
     """
-    kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    num_splits = tl.num_programs(1)
+    kv_head, heads = tl.program_id(0), tl.num_programs(0) * GROUP
+    sequence, length, begin, end, place = SPLIT_OF(
+        items_ptr, context_lens_ptr, window, split_size, heads, BLOCK_N
+    )
+    if items_ptr is not None and sequence < 0:  # an idle item of the list
+        return
     row, step = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     word, v_word = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
     head, in_group = kv_head * GROUP + row, row < GROUP
@@ -222,11 +227,7 @@ def codes_decode_kernel(
     kind: tl.constexpr = k_scale_ptr.dtype.element_ty
     table_ptr = block_table_ptr + sequence * stride_table
 
-    length = tl.load(context_lens_ptr + sequence).to(tl.int32)
     newest = length - 1
-    first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
-    begin, end = keys_of_split(split, num_splits, split_size, length, length - first, BLOCK_N)
-
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     low_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -273,7 +274,7 @@ def codes_decode_kernel(
     # A split without a key that counts: 0, and by log2(0) the weight −inf.
     share = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # ln 2: lesson 10's combine expects base e
-    partial = (sequence * tl.num_programs(0) * GROUP + head) * num_splits + split
+    partial = place + head * tl.num_programs(1)
     for j in tl.static_range(PARTS):
         column = v_word * PARTS + j
         out = (acc[j] * UNIT + low_i[:, None]) * share[:, None]

@@ -5,13 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lessons.l03_kv_cache.batch import Batch
 from lessons.l05_gqa.optimized import LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units, warps_for
 from lessons.l09_flash_attention.tiles import chip_of, has_e4m3
-from lessons.l10_flash_decoding.optimized import combine
-from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM
-from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, causal, in_window
-from lessons.l12_paged_kv.kernels.launch import empty_partials, sizes_of, splits_for
+from lessons.l10_flash_decoding.splits import PROGRAMS_PER_SM, WorkItems
+from lessons.l12_paged_kv.kernels.hooks import (
+    NO_WINDOW,
+    causal,
+    equal_split,
+    in_window,
+    listed_split,
+)
+from lessons.l12_paged_kv.kernels.launch import merged, room_for, sizes_of, splits_for
+from lessons.l12_paged_kv.kernels.plan import items_of_step
 from lessons.l19_kv_quantization.formats import RowFormat
 from lessons.l19_kv_quantization.kernels import codes
 from lessons.l19_kv_quantization.kernels.decode import codes_decode_kernel
@@ -106,6 +113,35 @@ def launched_with(
     return constexprs, per_sm
 
 
+def words_and_tiles(
+    format: RowFormat, q: Tensor, k_codes: Tensor, v_codes: Tensor
+) -> tuple[tuple[Tensor, Tensor], dict, int]:
+    """Codes of K and V in the same words, and `launched_with` for them. q: [B, Hq, D]; codes as in
+    `quantized_decode`.
+    """
+    words = as_words(k_codes), as_words(v_codes)
+    if words[0].dtype != words[1].dtype:
+        words = k_codes, v_codes
+    dims = q.shape[2], v_codes.shape[3] * 8 // format.bits
+    parts = words[0].itemsize * 8 // format.bits
+    return words, *launched_with(format, q, q.shape[1] // k_codes.shape[2], dims, parts)
+
+
+def items_for(
+    batch: Batch,
+    format: RowFormat,
+    q: Tensor,
+    k_codes: Tensor,
+    v_codes: Tensor,
+    window: int | None,
+) -> WorkItems | None:
+    """Lesson 12's `items_of_step` for this kernel's tiles. q: [B, Hq, D]; codes as in
+    `quantized_decode`.
+    """
+    _, constexprs, per_sm = words_and_tiles(format, q, k_codes, v_codes)
+    return items_of_step(batch, k_codes.shape[2], constexprs["BLOCK_N"], window, per_sm)
+
+
 def launch_codes(
     format: RowFormat,
     q: Tensor,
@@ -120,26 +156,24 @@ def launch_codes(
     num_splits: int | None = None,
     split_size: int | None = None,
     max_context_len: int | None = None,
+    items: WorkItems | None = None,
 ) -> Tensor:
     """`quantized_decode` without its checks. q: [B, Hq, D] -> [B, Hq, Dv]."""
-    (num_sequences, num_heads, head_dim), num_kv_heads = q.shape, k_codes.shape[2]
+    (_, num_heads, head_dim), num_kv_heads = q.shape, k_codes.shape[2]
     v_head_dim, group = v_codes.shape[3] * 8 // format.bits, num_heads // num_kv_heads
-    words = as_words(k_codes), as_words(v_codes)
-    if words[0].dtype != words[1].dtype:
-        words = k_codes, v_codes
+    words, constexprs, per_sm = words_and_tiles(format, q, k_codes, v_codes)
     scales = in_whole_words(k_scales, v_scales)
-    parts = words[0].itemsize * 8 // format.bits
-    constexprs, per_sm = launched_with(format, q, group, (head_dim, v_head_dim), parts)
-    how = window, num_splits, split_size, max_context_len
-    num_splits = splits_for(q, k_codes, block_table, constexprs["BLOCK_N"], *how, per_sm=per_sm)
-    dtype = q.dtype if num_splits == 1 else torch.float32
-    partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
+    if items is None:
+        how = window, num_splits, split_size, max_context_len
+        num_splits = splits_for(q, k_codes, block_table, constexprs["BLOCK_N"], *how, per_sm=per_sm)
+    partial_out, partial_lse = room_for(q, num_splits, v_head_dim, items)
     if partial_out.numel():
-        codes_decode_kernel[num_kv_heads, num_splits, num_sequences](
+        codes_decode_kernel[num_kv_heads, partial_out.shape[2], len(partial_out)](
             q,
             *words,
             partial_out,
             partial_lse,
+            None if items is None else items.items,
             context_lens,
             block_table,
             *scales,
@@ -156,8 +190,7 @@ def launch_codes(
             V_HEAD_DIM=v_head_dim,
             PAGE_SIZE=k_codes.shape[1],
             SEES=causal if window is None else in_window,
+            SPLIT_OF=equal_split if items is None else listed_split,
             **constexprs,
         )
-    if num_splits == 1:
-        return partial_out[:, :, 0]
-    return combine(partial_out, partial_lse, q.dtype)[0]
+    return merged(partial_out, partial_lse, items, q.dtype)[0]

@@ -6,7 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
-from lessons.l12_paged_kv.kernels.hooks import causal, in_window
+from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, in_window, listed_split
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
 from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
 from lessons.l19_kv_quantization.kernels import codes, hooks
@@ -49,12 +49,17 @@ def quantized(spec: KernelSpec, name: str, scales: str = "*bf16") -> KernelSpec:
     )
 
 
-def codes_spec(name: str, group: int, head_dim: int, sees=causal) -> KernelSpec:
-    """codes_decode_kernel as quantized_decode launches it for pages of 16, with a single split."""
+def codes_spec(
+    name: str, group: int, head_dim: int, sees=causal, split_of=equal_split
+) -> KernelSpec:
+    """codes_decode_kernel as quantized_decode launches it for pages of 16, with a single split, or
+    (listed_split) by a list of splits.
+    """
     unpack, bits, per_row, chips = CODES[name]
-    plain = decode_spec("bf16", group, head_dim, chips, sees=sees)
+    plain = decode_spec("bf16", group, head_dim, chips, sees=sees, split_of=split_of)
     parts = 16 // bits
-    kept = {key: plain.constexprs[key] for key in ("GROUP", "HEAD_DIM", "V_HEAD_DIM", "PAGE_SIZE")}
+    same = ("GROUP", "HEAD_DIM", "V_HEAD_DIM", "PAGE_SIZE", "SPLIT_OF", "items_ptr")
+    kept = {key: plain.constexprs[key] for key in same if key in plain.constexprs}
     _, registers = crowding(bits, group, head_dim, True)
     return replace(
         plain,
@@ -131,6 +136,7 @@ def product_spec(name: str, codes: str, num_tokens: int, chips: tuple) -> Kernel
 KERNELS = [codes_spec(name, group, dim) for name in CODES for group, dim in ((4, 128), (3, 64))]
 KERNELS += [codes_spec("fp8", 8, 128), codes_spec("int4", 8, 128), codes_spec("fp8", 4, 256)]
 KERNELS += [codes_spec("int8", 4, 128, sees=in_window)]
+KERNELS += [codes_spec(name, 4, 128, split_of=listed_split) for name in CODES]
 KERNELS += [
     quantized(decode_spec("bf16", group, dim, FORMATS["kivi"][3], page_size=32), "kivi")
     for group, dim in ((4, 128), (3, 64))
