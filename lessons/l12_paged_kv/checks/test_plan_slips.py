@@ -1,5 +1,5 @@
 """Wrong lists of splits, wrong ranges of the merge and stale items are found by the tests of
-test_plan.py.
+test_plan.py. Then latents by a list of splits, right and wrong.
 """
 
 from functools import partial
@@ -12,12 +12,15 @@ from lessons.l10_flash_decoding.splits import (
     WorkItems,
     work_items,
 )
-from lessons.l12_paged_kv.checks.test_plan import SLOTS, TILE, inputs_of, listed
-from lessons.l12_paged_kv.kernels import hooks, launch, paged, plan
+from lessons.l12_paged_kv.checks.test_plan import BATCHES, SLOTS, TILE, inputs_of, listed
+from lessons.l12_paged_kv.kernels import hooks, latents, launch, paged, plan
+from lessons.l12_paged_kv.kernels.latents import paged_mla_decode, paged_mla_kernel
 from lessons.l12_paged_kv.lab.testing import DEVICE, decoded
+from lessons.l12_paged_kv.lab.testing import paged as pages_of
 from lessons.l12_paged_kv.optimized import paged_decode
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
+from lessons.toolbox.proof.traps import poisoned_empty
 
 # NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
 pytestmark = [
@@ -126,3 +129,92 @@ def test_partial_results_of_one_head_are_found(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "decode_kernel", buggy.decode_kernel)
     with pytest.raises(NotEquivalent):
         prove(listed(), decoded, inputs_of([9, 300, 33], seed))
+
+
+# ---------------------------------------------------------------- latents
+
+HEADS = 20  # two blocks of heads, the second one in part
+
+
+def latents_of(lengths, seed, block_size=16):
+    """q, latents, table, lengths; pages in random order."""
+    heads = (HEADS, 1, 48, 1)
+    q, rows, _, table, lens = pages_of(
+        lengths, block_size=block_size, heads=heads, seed=seed
+    ).decode
+    return q, rows[:, :, 0], table, lens
+
+
+def absorbed(q, rows, table, lens):
+    cache = rows[:, :, None]
+    return decoded(q, cache, cache[..., :32], table, lens, softmax_scale=0.2)
+
+
+def latents_listed(items_of=work_items, slots=SLOTS):
+    """By a list, into results that hold NaN before."""
+
+    def run(q, rows, table, lens):
+        items = items_of(lens, 2, slots, TILE, None)
+        tiles, how = latents.Tiles(16, TILE, 4, 1), dict(softmax_scale=0.2, kv_lora_rank=32)
+        with poisoned_empty():
+            return paged_mla_decode(q, rows, table, lens, tiles=tiles, items=items, **how)
+
+    return run
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.sample(3)
+def test_latents_by_a_list(batch, seed, proof):
+    inputs = latents_of(BATCHES[batch], seed)
+    proof.record(paged_mla_kernel, prove(latents_listed(), absorbed, inputs))
+
+
+@pytest.mark.parametrize("block_size, slots", [(1, 5), (5, 40), (64, 9)])
+def test_pages_and_machines_of_any_size(block_size, slots, seed, proof):
+    inputs = latents_of([3, 190, 0, 50, 17], seed, block_size)
+    proof.record(paged_mla_kernel, prove(latents_listed(slots=slots), absorbed, inputs))
+
+
+def test_idle_items_of_latents_are_not_run(seed):
+    prove(
+        latents_listed(lambda lens, *_: with_stale_items(lens)),
+        absorbed,
+        latents_of([9, 33, 20], seed),
+    )
+
+
+LATENT_SLIPS = {
+    "partial results of one head": ("place + head * tl.num_programs(1)", "place + head"),
+    "every item from the first key": ("range(begin, end,", "range(0, end,"),
+    "without the last key of a split": ("in_split = key < end", "in_split = key < end - 1"),
+    "another sequence's query": ("q_ptr + sequence *", "q_ptr + tl.program_id(2) *"),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_SLIPS)
+def test_a_kernel_of_latents_that_reads_its_list_wrongly_is_found(
+    name, seed, tmp_path, monkeypatch
+):
+    buggy = with_bug(latents, tmp_path, *LATENT_SLIPS[name])
+    monkeypatch.setattr(latents, "paged_mla_kernel", buggy.paged_mla_kernel)
+    with pytest.raises(NotEquivalent):
+        prove(latents_listed(), absorbed, latents_of([9, 150, 33], seed))
+
+
+@pytest.mark.parametrize("name", WRONG_HOOKS)
+def test_a_wrong_hook_of_latents_is_found(name, seed, tmp_path, monkeypatch):
+    buggy = with_bug(hooks, tmp_path, *WRONG_HOOKS[name])
+    monkeypatch.setattr(latents, "listed_split", buggy.listed_split)
+    stale = latents_listed(lambda lens, *_: with_stale_items(lens))
+    with pytest.raises(NotEquivalent):
+        prove(stale, absorbed, latents_of([9, 33, 20], seed))
+
+
+def test_a_list_that_does_not_fit_latents_is_refused(seed):
+    q, rows, table, lens = latents_of([9, 20], seed)
+    run = partial(paged_mla_decode, q, rows, table, lens, softmax_scale=0.2, kv_lora_rank=32)
+    items = work_items(lens, 2, SLOTS, TILE, None)
+    with pytest.raises(ValueError, match=r"items: got .*; accepted: what work_items gives for 2"):
+        run(items=items._replace(starts=items.starts[:-1]))
+    with pytest.raises(ValueError, match="items, num_splits, split_size: got a list, 2"):
+        run(items=items, num_splits=2)
