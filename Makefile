@@ -16,7 +16,7 @@ GPU ?=
 COMPARE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
+.PHONY: help setup peers clients demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,11 @@ peers: ## vLLM's CPU build and llama.cpp in an environment of their own, .venv-p
 	  TORCH_INDEX="$${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" \
 	  sh lessons/toolbox/setup.sh $(PYTHON) .venv-peers $(PEERS) 3.11 --no-deps && \
 	  .venv-peers/bin/python $(NAMES).py > .venv-peers/names.json && cp .venv-peers/names.json $(NAMES).json; }
+
+CLIENTS := tests/server/clients/requirements.txt
+clients: ## seven clients of the server in an environment of their own, .venv-clients, to test with (Python 3.11 or newer)
+	@test -x .venv-clients/bin/python && cmp -s $(CLIENTS) .venv-clients/installed || \
+	  TORCH_INDEX= sh lessons/toolbox/setup.sh $(PYTHON) .venv-clients $(CLIENTS) 3.11 --no-deps openai
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))

@@ -114,6 +114,18 @@ def test_peers_have_an_environment_of_their_own(course):
     assert code and len(errors) == 1 and "Check the network" in errors[0]
 
 
+def test_clients_have_an_environment_of_their_own(course):
+    """Without torch, which is not imported then, nor looked for."""
+    clients = course / "tests/server/clients/requirements.txt"
+    clients.parent.mkdir(parents=True)
+    clients.write_text("openai==0\n")
+    code, errors, calls = make(course, "clients", "TORCH_INDEX=https://example.org/cpu")
+    assert (code, errors) == (0, []) and not (course / ".venv").exists()
+    assert "--no-deps -r tests/server/clients/requirements.txt -c import openai" in calls
+    assert "extra-index-url" not in calls
+    assert make(course, "clients") == (0, [], "")
+
+
 def test_make_without_a_target_lists_the_targets():
     out = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in ("demo", "test", "setup", "lab", "bench", "doctor", "help"):

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Make .venv from requirements.txt, or say in one line what to do. `make setup` calls it unless .venv/installed, a copy
-# of requirements.txt that is written last, says that everything is there. `make peers` makes another folder from
-# another list, with flags for pip.
-#     sh lessons/toolbox/setup.sh python3 [FOLDER LIST OLDEST_PYTHON FLAGS]
+# of requirements.txt that is written last, says that everything is there. `make peers` and `make clients` make other
+# folders from other lists, with flags for pip and what to import first.
+#     sh lessons/toolbox/setup.sh python3 [FOLDER LIST OLDEST_PYTHON FLAGS MODULES]
 cd "$(dirname "$0")/../.." || exit 1
-venv=${2:-.venv} list=${3:-requirements.txt} oldest=${4:-3.10} flags=$5
+venv=${2:-.venv} list=${3:-requirements.txt} oldest=${4:-3.10} flags=$5 modules=${6:-torch, transformers}
 exec 3>&1 # what a command prints on the way; its errors go into $errors
 
 fail() {
@@ -41,6 +41,11 @@ fi
 rm -f "$venv/installed"
 run "installing $list" "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
     $flags -r "$list" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
-run "a first import" "$venv/bin/python" -c "import torch, transformers"
+run "a first import" "$venv/bin/python" -c "import $modules"
 run "finishing" cp "$list" "$venv/installed"
-echo "setup: done. Try: $([ "$venv" = .venv ] && echo make demo || echo make test-all TESTS=tests/test_vllm_peer.py)"
+case $venv in
+.venv) try="make demo" ;;
+.venv-peers) try="make test-all TESTS=tests/test_vllm_peer.py" ;;
+*) try="make test-all TESTS=tests/server/test_conversations.py" ;;
+esac
+echo "setup: done. Try: $try"

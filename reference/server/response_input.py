@@ -17,7 +17,13 @@ from reference.server.protocol.chat import (
     ToolCall,
 )
 from reference.server.protocol.responses import InputItem, InputPart, ResponsesRequest
-from reference.server.sampling import check_logprobs, form_of, new_params, structured_outputs
+from reference.server.sampling import (
+    call_form,
+    check_logprobs,
+    form_of,
+    new_params,
+    structured_outputs,
+)
 from reference.server.service import Service
 from reference.server.tools import schema_of
 
@@ -109,13 +115,10 @@ def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
     """What is asked of the engine. Raises ApiError."""
     check_logprobs("top_logprobs", body.top_logprobs, service.args.max_logprobs)
     form = form_of(body.text.format.type, body.text.format.schema_)
-    form = form and form | {"sent_as": "text.format"}
+    form = structured_outputs(**form, sent_as="text.format") if form else None
     schema = schema_of(tools_of(body), choice_of(body), body.parallel_tool_calls)
     if schema is not None:
-        if form:
-            accepted = "auto or none together with another form of the answer"
-            raise refused("tool_choice", body.tool_choice, accepted)
-        form = {"json": schema, "disable_any_whitespace": True, "sent_as": "tools"}
+        form = call_form(schema, form, body.tool_choice)
     if set(body.include) - {LOGPROBS}:
         note("include")
     wants_logprobs = LOGPROBS in body.include or body.top_logprobs is not None
@@ -124,5 +127,5 @@ def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
         temperature=body.temperature,
         top_p=body.top_p,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        structured_outputs=structured_outputs(**form) if form else None,
+        structured_outputs=form,
     )

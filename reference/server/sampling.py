@@ -8,12 +8,14 @@ from lessons.toolbox.model.arguments import shown
 from reference.engine.sampling_params import SamplingParams
 from reference.features.structured import SentStructure
 from reference.server.errors import bad_request, refused
+from reference.server.protocol.base import note
 from reference.server.protocol.sampling import SamplingFields
 
 # Fields of a request that SamplingParams has under the same name.
 COMMON = {field.name for field in fields(SamplingParams)} - {"logprobs", "max_tokens"}
 FORMS = ("structured_outputs", "guided_decoding")
 MOST_PROMPT_LOGPROBS = 200_000  # of a call
+OF_TEXTS = ("response_format", "text.format")
 KINDS = ("json", "regex", "choice", "grammar")
 
 
@@ -90,8 +92,17 @@ def structured_outputs(**form: Any) -> SentStructure:
         raise bad_request(str(error)) from None
 
 
-def call_form(schema: dict[str, Any]) -> SentStructure:
-    """Of a call that tool_choice forces. Without blanks, because a program reads them."""
+def call_form(
+    schema: dict[str, Any], other: SentStructure | None = None, choice: Any = None
+) -> SentStructure:
+    """Of a call that tool_choice forces. Without blanks, because a program reads them. other: a
+    form that was asked for too. Raises ApiError for one that is not of texts alone, with choice.
+    """
+    if other is not None:
+        if other.sent_as not in OF_TEXTS:
+            accepted = "auto or none together with another form of the answer"
+            raise refused("tool_choice", choice, accepted)
+        note(other.sent_as)  # because an answer that is a call has no text
     return structured_outputs(json=schema, disable_any_whitespace=True, sent_as="tools")
 
 

@@ -1,5 +1,6 @@
 """What clients send and what changes no answer is accepted, and named in a header."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,30 @@ def test_what_was_copied_from_other_answers_is_accepted(live, path, body, names)
     answer = live.post(f"/v1/{path}", body)
     assert answer.status_code == 200, answer.text
     assert said(answer) == names
+
+
+def test_a_form_of_texts_has_no_effect_on_a_forced_call(live):
+    """instructor sends both. A form of the whole answer contradicts a call, so it is refused."""
+    form = {"name": "n", "schema": {"enum": ["red"]}}
+    tool = {"name": "f", "parameters": {"enum": [{"a": 1}]}}
+    chat = CHAT | dict(max_tokens=40, tools=[{"type": "function", "function": tool}])
+    chat |= dict(tool_choice={"type": "function", "function": {"name": "f"}})
+    answer = live.post(
+        "/v1/chat/completions",
+        chat | dict(response_format={"type": "json_schema", "json_schema": form}),
+    )
+    assert said(answer) == ["response_format"], answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    refusal = live.post("/v1/chat/completions", chat | dict(guided_regex="a"))
+    assert refusal.status_code == 400
+    assert "auto or none together with another form" in refusal.json()["error"]["message"]
+    body = dict(input="x", max_output_tokens=40, tools=[{"type": "function"} | tool])
+    body["text"] = {"format": {"type": "json_schema"} | form}
+    body["tool_choice"] = {"type": "function", "name": "f"}
+    answer = live.post("/v1/responses", body)
+    assert said(answer) == ["text.format"]
+    assert json.loads(answer.json()["output"][0]["arguments"]) == {"a": 1}
 
 
 def test_numbers_may_be_strings(live):

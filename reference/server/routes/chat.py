@@ -32,10 +32,8 @@ def params_of(service: Service, body: ChatCompletionRequest) -> SamplingParams:
     wishes = wishes_of(body)
     schema = schema_of(body.tools or [], body.tool_choice, body.parallel_tool_calls)
     if schema is not None:
-        if "structured_outputs" in wishes:
-            accepted = "auto or none together with another form of the answer"
-            raise refused("tool_choice", body.tool_choice, accepted)
-        wishes["structured_outputs"] = call_form(schema)
+        form = wishes.get("structured_outputs")
+        wishes["structured_outputs"] = call_form(schema, form, body.tool_choice)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return new_params(newer or most, **wishes, logprobs=logprobs)
 
