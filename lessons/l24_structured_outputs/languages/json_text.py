@@ -119,15 +119,26 @@ def any_value(layout: Layout) -> dict[str, Expression]:
 
 
 def literal(value) -> Expression:
-    """One JSON value, written as in Layout.compact. Raises ValueError for what JSON cannot
-    write.
+    """One JSON value, written as in Layout.compact, whole numbers without a point. Raises
+    ValueError for what JSON cannot write.
     """
+    value = without_points(value)
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         written.encode()
     except UnicodeEncodeError:  # halves of surrogate pairs
         written = json.dumps(value, allow_nan=False)
     return text(written)
+
+
+def without_points(value):
+    """The value with 2 for 2.0: models write whole numbers so, and the two are equal."""
+    if isinstance(value, list):
+        return [without_points(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_points(each) for key, each in value.items()}
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 10**MOST_DIGITS
+    return int(value) if is_whole else value
 
 
 # ---------------------------------------------------------------- strings
