@@ -13,7 +13,8 @@ from lessons.l24_structured_outputs.lab.testing import (
     matcher_of,
     random_text,
 )
-from lessons.l24_structured_outputs.languages.json_text import Layout, digits_between
+from lessons.l24_structured_outputs.languages.json_numbers import digits_between
+from lessons.l24_structured_outputs.languages.json_text import Layout
 from lessons.l24_structured_outputs.languages.syntax import ROOT, Grammar
 from lessons.l24_structured_outputs.matcher import Matcher
 
@@ -177,6 +178,44 @@ def test_ranges_of_whole_numbers(seed):
             assert not matcher.fits(f"0{number}")
 
 
+def test_bounds_of_numbers(seed):
+    """Against comparing the numbers, near the bounds and as a float64 rounds them."""
+    for _ in range(30):
+        digits = random.choice([0, 1, 2, 5])
+        low = round(random.uniform(-30, 30), digits)
+        high = round(low + random.choice([0, 10**-digits, 1, 17.5]), digits)
+        names = (
+            random.choice(["minimum", "exclusiveMinimum"]),
+            random.choice(["maximum", "exclusiveMaximum"]),
+        )
+        bounds = dict(random.sample([*zip(names, (low, high))], random.randint(1, 2)))
+        for kind in ("number", "integer"):
+            try:
+                matcher = matcher_of("json", {"type": kind, **bounds})
+            except ValueError as error:
+                assert "no text fits" in str(error)
+                matcher = None
+            around = [end + step for end in (low, high, 0) for step in (-1, -1e-7, 0, 1e-7, 1, 2.5)]
+            for number in (f"{each:.9f}".rstrip("0").rstrip(".") for each in around):
+                value = float(number)
+                fits = bounds.get("minimum", value) <= value <= bounds.get("maximum", value)
+                fits &= value > bounds.get("exclusiveMinimum", value - 1)
+                fits &= value < bounds.get("exclusiveMaximum", value + 1)
+                if kind == "integer":
+                    fits &= "." not in number
+                if number != "-0":
+                    assert bool(matcher and matcher.fits(number)) is fits, (kind, bounds, number)
+            for _ in range(5):
+                data = matcher and random_text(matcher, 40, b"")
+                assert not data or float(data) >= bounds.get("minimum", -1e16)
+                assert not data or float(data) <= bounds.get("maximum", 1e16)
+                assert not data or float(data) > bounds.get("exclusiveMinimum", -1e17)
+                assert not data or float(data) < bounds.get("exclusiveMaximum", 1e17)
+    nines = {"type": "number", "exclusiveMaximum": 5}
+    assert matcher_of("json", nines).fits("4." + "9" * 14)
+    assert not matcher_of("json", nines).fits("4." + "9" * 16)  # is 5.0
+
+
 def test_a_json_object_nests_to_any_depth():
     matcher = matcher_of("json_object", True)
     deep = '{"a": [' * 200 + "1" + "]}" * 200
@@ -196,9 +235,9 @@ REFUSED_SCHEMAS = [
     ({"type": "string", "maxLength": 10**6}, "0 to 5000"),
     ({"type": "string", "minLength": 1.5}, "0 to 5000"),
     ({"type": "integer", "multipleOf": 3}, "multipleOf"),
-    ({"type": "integer", "minimum": 0.5}, "a whole number"),
-    ({"type": "integer", "minimum": "0"}, "a whole number"),
-    ({"type": "number", "exclusiveMinimum": 0}, "exclusiveMinimum"),
+    ({"type": "integer", "minimum": "0"}, "a number"),
+    ({"type": "number", "exclusiveMinimum": 0.1234567890123456}, "a number"),
+    ({"type": "number", "exclusiveMinimum": 2, "maximum": 2}, "no text fits"),
     ({"type": "integer", "minimum": 3, "maximum": 2}, "no text fits"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "items": [True]}, "prefixItems"),

@@ -4,7 +4,17 @@ A `reader` is json_schema.py's SchemaReader: it reads the schemas inside, has th
 rules.
 """
 
+from decimal import Decimal
+from math import ceil, floor
+
 from lessons.l24_structured_outputs.languages import json_text as parts
+from lessons.l24_structured_outputs.languages.json_numbers import (
+    EXACT_DIGITS,
+    LARGEST,
+    Bound,
+    integer_between,
+    number_between,
+)
 from lessons.l24_structured_outputs.languages.json_text import enclosed, separated
 from lessons.l24_structured_outputs.languages.syntax import (
     EMPTY,
@@ -20,17 +30,16 @@ from lessons.l24_structured_outputs.languages.syntax import (
 from lessons.toolbox.model.arguments import is_number, is_whole, shown
 
 LONGEST_NAME = 100  # characters, where a key must differ from the names
-LARGEST = 10**parts.MOST_DIGITS - 1
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum"},
+    "integer": set(BOUNDS),
+    "number": set(BOUNDS),
     "boolean": set(),
     "null": set(),
 }
-BOUNDS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}
 
 
 def wrong(where: str, got, accepted: str) -> ValueError:
@@ -62,28 +71,32 @@ def read_string(where: str, schema: dict) -> Expression:
 
 
 def read_number(where: str, schema: dict, kind: str) -> Expression:
-    """A number, between bounds if there are some. Raises ValueError."""
-    low, high = -LARGEST, LARGEST
-    is_bounded = False
-    for name, step in BOUNDS.items():
-        if name not in schema:
-            continue
-        if step and kind == "number":
-            raise not_read(where, name, ["number"])
-        value, is_bounded = schema[name], True
-        if not is_number(value, -LARGEST, LARGEST) or value != int(value):
-            accepted = f"a whole number of at most {parts.MOST_DIGITS} digits"
-            raise wrong(f"{where}/{name}", value, accepted)
-        if name in ("minimum", "exclusiveMinimum"):
-            low = max(low, int(value) + step)
-        else:
-            high = min(high, int(value) + step)
-    if not is_bounded:
+    """A number, between bounds if there are some. kind: integer or number. Raises ValueError."""
+    lows, highs = [(Decimal(-LARGEST), False)], [(Decimal(LARGEST), False)]
+    for name in BOUNDS:
+        if name in schema:
+            (lows if name.endswith("inimum") else highs).append(bound_of(where, schema, name))
+    if len(lows) == len(highs) == 1:
         return parts.INTEGER if kind == "integer" else parts.NUMBER
-    if low > high:
-        return Choice(())
-    between = parts.integer_between if kind == "integer" else parts.number_between
-    return between(low, high)
+    # Of two equal bounds the strict one counts.
+    low, high = max(lows), min(highs, key=lambda bound: (bound[0], not bound[1]))
+    if kind == "number":
+        return number_between(low, high)
+    first = floor(low[0]) + 1 if low[1] else ceil(low[0])
+    last = ceil(high[0]) - 1 if high[1] else floor(high[0])
+    return integer_between(first, last)
+
+
+def bound_of(where: str, schema: dict, name: str) -> Bound:
+    """A bound of a number, and whether it is left out itself. Raises ValueError."""
+    value = schema[name]
+    if is_number(value, -LARGEST, LARGEST):
+        bound = Decimal(repr(value)).normalize()
+        _, digits, exponent = bound.as_tuple()
+        if exponent >= 0 or max(len(digits), -exponent) <= EXACT_DIGITS:
+            return bound, name.startswith("exclusive")
+    accepted = f"a number, whole of at most {parts.MOST_DIGITS} digits, others of {EXACT_DIGITS}"
+    raise wrong(f"{where}/{name}", value, accepted)
 
 
 def read_array(reader, where: str, schema: dict) -> Expression:
@@ -169,6 +182,7 @@ def members(
 def bounds(where: str, schema: dict, least: str, most: str) -> tuple[int, int | None]:
     """Two counts, the second None for any. Raises ValueError for others."""
     for name in (least, most):
-        if name in schema and not is_whole(schema[name], 0, MOST_REPEATS):
+        if name in schema and not is_whole(parts.without_points(schema[name]), 0, MOST_REPEATS):
             raise wrong(f"{where}/{name}", schema[name], f"a whole number, 0 to {MOST_REPEATS}")
-    return schema.get(least, 0), schema.get(most)
+    low, high = schema.get(least, 0), schema.get(most)
+    return int(low), None if high is None else int(high)
