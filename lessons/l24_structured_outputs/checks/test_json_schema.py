@@ -95,6 +95,12 @@ SCHEMAS = [
     {"type": "object", "properties": {"a": False, "b": {"type": "boolean"}}},
     True,
     LIKE_OURS,
+    {"patternProperties": {"^x": {"type": "null"}}, "properties": {"a": {"type": "boolean"}}},
+    {
+        "propertyNames": {"maxLength": 2},
+        "minProperties": 1,
+        "additionalProperties": {"type": "null"},
+    },
 ]
 
 
@@ -120,6 +126,10 @@ LIST_OR_NULL = {
     "properties": {"a": {"type": ["array", "null"]}, "b": {"$ref": "#/properties/a"}},
     "required": ["a", "b"],
 }
+KEYS_BY_PATTERN = {
+    "patternProperties": {"a": {"type": "integer"}},
+    "properties": {"b": {"type": "null"}},
+}
 DOCUMENTS = [
     (SCHEMAS[0], {"age": 5, "tags": [3, None]}, True),
     (SCHEMAS[0], {'na"me/~': "日本é\n", "age": -7, "size": -0.5, "tags": [3, "é"]}, True),
@@ -144,6 +154,15 @@ DOCUMENTS = [
     (LIST_OR_NULL, {"a": None, "b": None}, True),
     (LIST_OR_NULL, {"a": [], "b": []}, True),
     ({"type": "array", "minItems": 2}, [1], False),
+    ({"minProperties": 1}, {}, False),
+    ({"minProperties": 1, "maxProperties": 2}, {"a": 1, "b": 2}, True),
+    ({"minProperties": 1, "maxProperties": 2}, {"a": 1, "b": 2, "c": 3}, False),
+    (KEYS_BY_PATTERN, {"b": None, "a": 1, "ca": 2}, True),
+    (KEYS_BY_PATTERN, {"b": None, "c": 1}, False),
+    ({"propertyNames": {"maxLength": 2}}, {"ab": 1}, True),
+    ({"propertyNames": {"maxLength": 2}}, {"abc": 1}, False),
+    ({"propertyNames": {"enum": ["a", 1]}}, {"a": [1]}, True),
+    ({"propertyNames": False}, {}, True),
     ({"type": "array", "minItems": 2, "maxItems": 3}, [1, 2, 3, 4], False),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 1}, [1], True),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 2}, [1], False),
@@ -228,7 +247,12 @@ REFUSED_SCHEMAS = [
     (3, "a schema: an object"),
     ({"type": "text"}, "object, array, string"),
     ({"type": []}, "object, array, string"),
-    ({"patternProperties": {}}, "'patternProperties' at '#'"),
+    ({"patternProperties": {"a": {}, "b": {}}}, "'patternProperties' at '#'"),
+    ({"patternProperties": {"^a": {}}, "required": ["ab"]}, "which fits ab"),
+    ({"patternProperties": [1]}, "an object of schemas"),
+    ({"propertyNames": {"type": "integer"}}, "a schema of strings"),
+    ({"propertyNames": {}, "required": ["a"]}, "'propertyNames' at '#'"),
+    ({"type": "object", "minProperties": 2}, "may be written twice"),
     ({"type": "string", "minLength": 1, "format": "date"}, "'format' at '#'"),
     ({"type": "string", "format": "hostname"}, "date, time"),
     ({"type": "string", "pattern": "(?=a)"}, "pattern: got"),
@@ -242,7 +266,7 @@ REFUSED_SCHEMAS = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "items": [True]}, "prefixItems"),
     ({"type": "array", "minItems": 3, "maxItems": 2}, "no text fits"),
-    ({"type": "object", "minProperties": 1}, "minProperties"),
+    ({"required": ["a"], "maxProperties": 1}, "'maxProperties' at '#'"),
     ({"type": "object", "required": "a"}, "a list of names"),
     ({"properties": {"a": 3}}, "got 3 at '#/properties/a'"),
     ({"properties": {}, "required": ["a"], "additionalProperties": False}, "no text fits"),

@@ -4,9 +4,11 @@ A `reader` is json_schema.py's SchemaReader: it reads the schemas inside, has th
 rules.
 """
 
+import json
 from decimal import Decimal
 from math import ceil, floor
 
+from lessons.l24_structured_outputs.automata.automaton import compile_grammar
 from lessons.l24_structured_outputs.languages import json_text as parts
 from lessons.l24_structured_outputs.languages.json_numbers import (
     EXACT_DIGITS,
@@ -19,27 +21,33 @@ from lessons.l24_structured_outputs.languages.json_text import enclosed, separat
 from lessons.l24_structured_outputs.languages.syntax import (
     EMPTY,
     MOST_REPEATS,
+    ROOT,
     Call,
     Choice,
     Expression,
+    Grammar,
     Repeat,
     choice,
     optional,
     sequence,
 )
+from lessons.l24_structured_outputs.matcher import Matcher
 from lessons.toolbox.model.arguments import is_number, is_whole, shown
 
 LONGEST_NAME = 100  # characters, where a key must differ from the names
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
+    "object": {
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+        "minProperties", "maxProperties",
+    },
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": set(BOUNDS),
     "number": set(BOUNDS),
     "boolean": set(),
     "null": set(),
-}
+}  # fmt: skip
 
 
 def wrong(where: str, got, accepted: str) -> ValueError:
@@ -137,7 +145,8 @@ def read_object(reader, where: str, schema: dict) -> Expression:
         raise wrong(f"{where}/properties", names, "an object of schemas")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise wrong(f"{where}/required", required, "a list of names")
-    more = schema.get("additionalProperties", "properties" not in schema)
+    patterns = schema.get("patternProperties", {})
+    more = schema.get("additionalProperties", not {"properties", "patternProperties"} & set(schema))
     for name in required:
         names = names if name in names else {**names, name: more}
     pairs = []
@@ -147,13 +156,62 @@ def read_object(reader, where: str, schema: dict) -> Expression:
         pair = sequence(parts.literal(name), reader.layout.colon, value)
         pairs.append((pair, name in required))
     other = EMPTY
-    if more is not False:
-        if long := [name for name in names if len(name) > LONGEST_NAME]:
-            accepted = f"names of at most {LONGEST_NAME} characters beside additionalProperties"
-            raise wrong(f"{where}/properties", long[0], accepted)
-        value = reader.read(f"{where}/additionalProperties", more)
-        other = sequence(parts.key_other_than(list(names)), reader.layout.colon, value)
-    return enclosed("{}", members(reader, where, pairs, other), reader.layout)
+    if patterns or more is not False:
+        key, pointer, value = (
+            other_key(reader, where, schema, list(names)),
+            "additionalProperties",
+            more,
+        )
+        if patterns:
+            ((pattern, value),) = patterns.items()
+            pointer = "patternProperties/" + pattern.replace("~", "~0").replace("/", "~1")
+        other = sequence(key, reader.layout.colon, reader.read(f"{where}/{pointer}", value))
+    low, high = bounds(where, schema, "minProperties", "maxProperties")
+    if not low and high is None:
+        return enclosed("{}", members(reader, where, pairs, other), reader.layout)
+    if names:
+        counted = "minProperties" if low else "maxProperties"
+        raise not_read(where, counted, [], "beside properties or required")
+    if low > 1:
+        accepted = "0 or 1, because a key may be written twice and counts once"
+        raise wrong(f"{where}/minProperties", low, accepted)
+    if other is EMPTY or (high is not None and high < low):
+        return Choice(()) if low else enclosed("{}", EMPTY, reader.layout)
+    return enclosed("{}", separated(other, reader.layout, low, high), reader.layout)
+
+
+def other_key(reader, where: str, schema: dict, names: list[str]) -> Expression:
+    """A key that is none of the names, by one pattern, by a schema of names, or any. Raises
+    ValueError.
+    """
+    patterns, named = schema.get("patternProperties", {}), schema.get("propertyNames", True)
+    if patterns:
+        if not isinstance(patterns, dict):
+            raise wrong(f"{where}/patternProperties", patterns, "an object of schemas")
+        if len(patterns) > 1 or schema.get("additionalProperties", False) is not False:
+            why = "with several patterns, or beside additionalProperties"
+            raise not_read(where, "patternProperties", [], why)
+        if named is not True:
+            raise not_read(where, "propertyNames", [], "beside patternProperties")
+        (pattern,) = patterns
+        key = parts.string_of_pattern(pattern)
+        matcher = Matcher(compile_grammar(Grammar({ROOT: key})))
+        if both := [name for name in names if matcher.fits(json.dumps(name, ensure_ascii=False))]:
+            accepted = "a pattern that fits none of the names in properties and required"
+            raise wrong(f"{where}/patternProperties", f"{pattern}, which fits {both[0]}", accepted)
+        reader.rules[f"key of {where}"] = key  # a rule, because what is repeated is copied
+        return Call(f"key of {where}")
+    if named is not True:
+        if names:
+            raise not_read(where, "propertyNames", [], "beside properties or required")
+        if isinstance(named, dict) and named.get("type", "string") != "string":
+            raise wrong(f"{where}/propertyNames", named["type"], "a schema of strings")
+        named = {**named, "type": "string"} if isinstance(named, dict) else named
+        return reader.read(f"{where}/propertyNames", named)
+    if long := [name for name in names if len(name) > LONGEST_NAME]:
+        accepted = f"names of at most {LONGEST_NAME} characters beside additionalProperties"
+        raise wrong(f"{where}/properties", long[0], accepted)
+    return parts.key_other_than(names)
 
 
 def members(
