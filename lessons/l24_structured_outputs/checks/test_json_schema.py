@@ -13,7 +13,8 @@ from lessons.l24_structured_outputs.lab.testing import (
     matcher_of,
     random_text,
 )
-from lessons.l24_structured_outputs.languages.json_text import Layout, digits_between
+from lessons.l24_structured_outputs.languages.json_numbers import digits_between
+from lessons.l24_structured_outputs.languages.json_text import Layout
 from lessons.l24_structured_outputs.languages.syntax import ROOT, Grammar
 from lessons.l24_structured_outputs.matcher import Matcher
 
@@ -94,6 +95,12 @@ SCHEMAS = [
     {"type": "object", "properties": {"a": False, "b": {"type": "boolean"}}},
     True,
     LIKE_OURS,
+    {"patternProperties": {"^x": {"type": "null"}}, "properties": {"a": {"type": "boolean"}}},
+    {
+        "propertyNames": {"maxLength": 2},
+        "minProperties": 1,
+        "additionalProperties": {"type": "null"},
+    },
 ]
 
 
@@ -119,6 +126,10 @@ LIST_OR_NULL = {
     "properties": {"a": {"type": ["array", "null"]}, "b": {"$ref": "#/properties/a"}},
     "required": ["a", "b"],
 }
+KEYS_BY_PATTERN = {
+    "patternProperties": {"a": {"type": "integer"}},
+    "properties": {"b": {"type": "null"}},
+}
 DOCUMENTS = [
     (SCHEMAS[0], {"age": 5, "tags": [3, None]}, True),
     (SCHEMAS[0], {'na"me/~': "日本é\n", "age": -7, "size": -0.5, "tags": [3, "é"]}, True),
@@ -143,6 +154,15 @@ DOCUMENTS = [
     (LIST_OR_NULL, {"a": None, "b": None}, True),
     (LIST_OR_NULL, {"a": [], "b": []}, True),
     ({"type": "array", "minItems": 2}, [1], False),
+    ({"minProperties": 1}, {}, False),
+    ({"minProperties": 1, "maxProperties": 2}, {"a": 1, "b": 2}, True),
+    ({"minProperties": 1, "maxProperties": 2}, {"a": 1, "b": 2, "c": 3}, False),
+    (KEYS_BY_PATTERN, {"b": None, "a": 1, "ca": 2}, True),
+    (KEYS_BY_PATTERN, {"b": None, "c": 1}, False),
+    ({"propertyNames": {"maxLength": 2}}, {"ab": 1}, True),
+    ({"propertyNames": {"maxLength": 2}}, {"abc": 1}, False),
+    ({"propertyNames": {"enum": ["a", 1]}}, {"a": [1]}, True),
+    ({"propertyNames": False}, {}, True),
     ({"type": "array", "minItems": 2, "maxItems": 3}, [1, 2, 3, 4], False),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 1}, [1], True),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 2}, [1], False),
@@ -177,6 +197,44 @@ def test_ranges_of_whole_numbers(seed):
             assert not matcher.fits(f"0{number}")
 
 
+def test_bounds_of_numbers(seed):
+    """Against comparing the numbers, near the bounds and as a float64 rounds them."""
+    for _ in range(30):
+        digits = random.choice([0, 1, 2, 5])
+        low = round(random.uniform(-30, 30), digits)
+        high = round(low + random.choice([0, 10**-digits, 1, 17.5]), digits)
+        names = (
+            random.choice(["minimum", "exclusiveMinimum"]),
+            random.choice(["maximum", "exclusiveMaximum"]),
+        )
+        bounds = dict(random.sample([*zip(names, (low, high))], random.randint(1, 2)))
+        for kind in ("number", "integer"):
+            try:
+                matcher = matcher_of("json", {"type": kind, **bounds})
+            except ValueError as error:
+                assert "no text fits" in str(error)
+                matcher = None
+            around = [end + step for end in (low, high, 0) for step in (-1, -1e-7, 0, 1e-7, 1, 2.5)]
+            for number in (f"{each:.9f}".rstrip("0").rstrip(".") for each in around):
+                value = float(number)
+                fits = bounds.get("minimum", value) <= value <= bounds.get("maximum", value)
+                fits &= value > bounds.get("exclusiveMinimum", value - 1)
+                fits &= value < bounds.get("exclusiveMaximum", value + 1)
+                if kind == "integer":
+                    fits &= "." not in number
+                if number != "-0":
+                    assert bool(matcher and matcher.fits(number)) is fits, (kind, bounds, number)
+            for _ in range(5):
+                data = matcher and random_text(matcher, 40, b"")
+                assert not data or float(data) >= bounds.get("minimum", -1e16)
+                assert not data or float(data) <= bounds.get("maximum", 1e16)
+                assert not data or float(data) > bounds.get("exclusiveMinimum", -1e17)
+                assert not data or float(data) < bounds.get("exclusiveMaximum", 1e17)
+    nines = {"type": "number", "exclusiveMaximum": 5}
+    assert matcher_of("json", nines).fits("4." + "9" * 14)
+    assert not matcher_of("json", nines).fits("4." + "9" * 16)  # is 5.0
+
+
 def test_a_json_object_nests_to_any_depth():
     matcher = matcher_of("json_object", True)
     deep = '{"a": [' * 200 + "1" + "]}" * 200
@@ -189,21 +247,26 @@ REFUSED_SCHEMAS = [
     (3, "a schema: an object"),
     ({"type": "text"}, "object, array, string"),
     ({"type": []}, "object, array, string"),
-    ({"patternProperties": {}}, "'patternProperties' at '#'"),
+    ({"patternProperties": {"a": {}, "b": {}}}, "'patternProperties' at '#'"),
+    ({"patternProperties": {"^a": {}}, "required": ["ab"]}, "which fits ab"),
+    ({"patternProperties": [1]}, "an object of schemas"),
+    ({"propertyNames": {"type": "integer"}}, "a schema of strings"),
+    ({"propertyNames": {}, "required": ["a"]}, "'propertyNames' at '#'"),
+    ({"type": "object", "minProperties": 2}, "may be written twice"),
     ({"type": "string", "minLength": 1, "format": "date"}, "'format' at '#'"),
     ({"type": "string", "format": "hostname"}, "date, time"),
     ({"type": "string", "pattern": "(?=a)"}, "pattern: got"),
     ({"type": "string", "maxLength": 10**6}, "0 to 5000"),
     ({"type": "string", "minLength": 1.5}, "0 to 5000"),
     ({"type": "integer", "multipleOf": 3}, "multipleOf"),
-    ({"type": "integer", "minimum": 0.5}, "a whole number"),
-    ({"type": "integer", "minimum": "0"}, "a whole number"),
-    ({"type": "number", "exclusiveMinimum": 0}, "exclusiveMinimum"),
+    ({"type": "integer", "minimum": "0"}, "a number"),
+    ({"type": "number", "exclusiveMinimum": 0.1234567890123456}, "a number"),
+    ({"type": "number", "exclusiveMinimum": 2, "maximum": 2}, "no text fits"),
     ({"type": "integer", "minimum": 3, "maximum": 2}, "no text fits"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "items": [True]}, "prefixItems"),
     ({"type": "array", "minItems": 3, "maxItems": 2}, "no text fits"),
-    ({"type": "object", "minProperties": 1}, "minProperties"),
+    ({"required": ["a"], "maxProperties": 1}, "'maxProperties' at '#'"),
     ({"type": "object", "required": "a"}, "a list of names"),
     ({"properties": {"a": 3}}, "got 3 at '#/properties/a'"),
     ({"properties": {}, "required": ["a"], "additionalProperties": False}, "no text fits"),

@@ -4,8 +4,9 @@
     ["name"]})
 
 The grammar may have fewer texts than the schema: properties come in the schema's order, numbers
-have at most 16 digits on either side of the point, and an object with `properties` has no others
-unless additionalProperties says so (that is XGrammar's strict mode, which vLLM uses). It never has
+have at most 16 digits on either side of the point, whole ones no point, and an object with
+`properties` has no others unless additionalProperties says so (that is XGrammar's strict mode,
+which vLLM uses). A schema without a type has the type that its keywords are about. It never has
 more. So whatever cannot be read is refused by name, and nothing is ignored but annotations.
 
 Source: JSON Schema 2020-12, Core and Validation.
@@ -135,7 +136,7 @@ class SchemaReader:
             has = [kind for kind, names in KEYWORDS.items() if names & set(schema)]
             if not has:
                 return [kind for kind in KEYWORDS if kind != "integer"]
-            return ["number"] if has == ["integer", "number"] else has[:1]
+            return ["number"] if has[0] == "integer" else has[:1]  # whose bounds an integer shares
         types = [types] if isinstance(types, str) else types
         if (
             not isinstance(types, list)

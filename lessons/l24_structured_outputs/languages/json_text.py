@@ -13,7 +13,6 @@ from lessons.l24_structured_outputs.languages.syntax import (
     Chars,
     Expression,
     Repeat,
-    Sequence,
     char_in,
     choice,
     complement,
@@ -119,15 +118,26 @@ def any_value(layout: Layout) -> dict[str, Expression]:
 
 
 def literal(value) -> Expression:
-    """One JSON value, written as in Layout.compact. Raises ValueError for what JSON cannot
-    write.
+    """One JSON value, written as in Layout.compact, whole numbers without a point. Raises
+    ValueError for what JSON cannot write.
     """
+    value = without_points(value)
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         written.encode()
     except UnicodeEncodeError:  # halves of surrogate pairs
         written = json.dumps(value, allow_nan=False)
     return text(written)
+
+
+def without_points(value):
+    """The value with 2 for 2.0: models write whole numbers so, and the two are equal."""
+    if isinstance(value, list):
+        return [without_points(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_points(each) for key, each in value.items()}
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 10**MOST_DIGITS
+    return int(value) if is_whole else value
 
 
 # ---------------------------------------------------------------- strings
@@ -186,60 +196,3 @@ def _other_than(names: list[str]) -> Expression:
         if ord(first) > 31 and first not in '"\\'  # others need an escape, so no key is this one
     ]
     return choice(*([] if "" in names else [EMPTY]), other, *longer)
-
-
-# ---------------------------------------------------------------- numbers
-
-
-def integer_between(low: int, high: int) -> Expression:
-    """The whole numbers from low to high."""
-    parts = []
-    if low < 0:
-        parts.append(sequence(text("-"), digits_between(max(1, -high), -low)))
-    if high >= 0:
-        parts.append(digits_between(max(0, low), high))
-    return choice(*parts)
-
-
-def number_between(low: int, high: int) -> Expression:
-    """Numbers from low to high, without an exponent."""
-    parts = []
-    if low < 0:
-        parts.append(sequence(text("-"), _decimal_between(max(0, -high), -low)))
-    if high >= 0:
-        parts.append(_decimal_between(max(0, low), high))
-    return choice(*parts)
-
-
-def _decimal_between(low: int, high: int) -> Expression:
-    """From 0 on. The last whole number has zeros after its point."""
-    last = sequence(text(str(high)), optional(text(".0")))
-    if low == high:
-        return last
-    return choice(sequence(digits_between(low, high - 1), optional(FRACTION)), last)
-
-
-def digits_between(low: int, high: int) -> Expression:
-    """The whole numbers from low to high, 0 <= low <= high, without leading zeros."""
-    parts = []
-    for length in range(len(str(low)), len(str(high)) + 1):
-        first = max(low, 10 ** (length - 1) if length > 1 else 0)
-        parts.append(_same_length(str(first), str(min(high, 10**length - 1))))
-    return choice(*parts)
-
-
-def _same_length(low: str, high: str) -> Expression:
-    """Digits from low to high, both of one length."""
-    rest = len(low) - 1
-    if not rest or (not low[1:].strip("0") and not high[1:].strip("9")):
-        return Sequence((char_in(low[0] + high[0]), Repeat(DIGIT, rest, rest)))
-    if low[0] == high[0]:
-        return sequence(text(low[0]), _same_length(low[1:], high[1:]))
-    parts = [
-        sequence(text(low[0]), _same_length(low[1:], "9" * rest)),
-        sequence(text(high[0]), _same_length("0" * rest, high[1:])),
-    ]
-    if int(high[0]) - int(low[0]) > 1:
-        middle = char_in(str(int(low[0]) + 1) + str(int(high[0]) - 1))
-        parts.append(Sequence((middle, Repeat(DIGIT, rest, rest))))
-    return choice(*parts)

@@ -4,33 +4,50 @@ A `reader` is json_schema.py's SchemaReader: it reads the schemas inside, has th
 rules.
 """
 
+import json
+from decimal import Decimal
+from math import ceil, floor
+
+from lessons.l24_structured_outputs.automata.automaton import compile_grammar
 from lessons.l24_structured_outputs.languages import json_text as parts
+from lessons.l24_structured_outputs.languages.json_numbers import (
+    EXACT_DIGITS,
+    LARGEST,
+    Bound,
+    integer_between,
+    number_between,
+)
 from lessons.l24_structured_outputs.languages.json_text import enclosed, separated
 from lessons.l24_structured_outputs.languages.syntax import (
     EMPTY,
     MOST_REPEATS,
+    ROOT,
     Call,
     Choice,
     Expression,
+    Grammar,
     Repeat,
     choice,
     optional,
     sequence,
 )
+from lessons.l24_structured_outputs.matcher import Matcher
 from lessons.toolbox.model.arguments import is_number, is_whole, shown
 
 LONGEST_NAME = 100  # characters, where a key must differ from the names
-LARGEST = 10**parts.MOST_DIGITS - 1
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
+    "object": {
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+        "minProperties", "maxProperties",
+    },
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum"},
+    "integer": set(BOUNDS),
+    "number": set(BOUNDS),
     "boolean": set(),
     "null": set(),
-}
-BOUNDS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}
+}  # fmt: skip
 
 
 def wrong(where: str, got, accepted: str) -> ValueError:
@@ -62,28 +79,32 @@ def read_string(where: str, schema: dict) -> Expression:
 
 
 def read_number(where: str, schema: dict, kind: str) -> Expression:
-    """A number, between bounds if there are some. Raises ValueError."""
-    low, high = -LARGEST, LARGEST
-    is_bounded = False
-    for name, step in BOUNDS.items():
-        if name not in schema:
-            continue
-        if step and kind == "number":
-            raise not_read(where, name, ["number"])
-        value, is_bounded = schema[name], True
-        if not is_number(value, -LARGEST, LARGEST) or value != int(value):
-            accepted = f"a whole number of at most {parts.MOST_DIGITS} digits"
-            raise wrong(f"{where}/{name}", value, accepted)
-        if name in ("minimum", "exclusiveMinimum"):
-            low = max(low, int(value) + step)
-        else:
-            high = min(high, int(value) + step)
-    if not is_bounded:
+    """A number, between bounds if there are some. kind: integer or number. Raises ValueError."""
+    lows, highs = [(Decimal(-LARGEST), False)], [(Decimal(LARGEST), False)]
+    for name in BOUNDS:
+        if name in schema:
+            (lows if name.endswith("inimum") else highs).append(bound_of(where, schema, name))
+    if len(lows) == len(highs) == 1:
         return parts.INTEGER if kind == "integer" else parts.NUMBER
-    if low > high:
-        return Choice(())
-    between = parts.integer_between if kind == "integer" else parts.number_between
-    return between(low, high)
+    # Of two equal bounds the strict one counts.
+    low, high = max(lows), min(highs, key=lambda bound: (bound[0], not bound[1]))
+    if kind == "number":
+        return number_between(low, high)
+    first = floor(low[0]) + 1 if low[1] else ceil(low[0])
+    last = ceil(high[0]) - 1 if high[1] else floor(high[0])
+    return integer_between(first, last)
+
+
+def bound_of(where: str, schema: dict, name: str) -> Bound:
+    """A bound of a number, and whether it is left out itself. Raises ValueError."""
+    value = schema[name]
+    if is_number(value, -LARGEST, LARGEST):
+        bound = Decimal(repr(value)).normalize()
+        _, digits, exponent = bound.as_tuple()
+        if exponent >= 0 or max(len(digits), -exponent) <= EXACT_DIGITS:
+            return bound, name.startswith("exclusive")
+    accepted = f"a number, whole of at most {parts.MOST_DIGITS} digits, others of {EXACT_DIGITS}"
+    raise wrong(f"{where}/{name}", value, accepted)
 
 
 def read_array(reader, where: str, schema: dict) -> Expression:
@@ -124,7 +145,8 @@ def read_object(reader, where: str, schema: dict) -> Expression:
         raise wrong(f"{where}/properties", names, "an object of schemas")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise wrong(f"{where}/required", required, "a list of names")
-    more = schema.get("additionalProperties", "properties" not in schema)
+    patterns = schema.get("patternProperties", {})
+    more = schema.get("additionalProperties", not {"properties", "patternProperties"} & set(schema))
     for name in required:
         names = names if name in names else {**names, name: more}
     pairs = []
@@ -134,13 +156,62 @@ def read_object(reader, where: str, schema: dict) -> Expression:
         pair = sequence(parts.literal(name), reader.layout.colon, value)
         pairs.append((pair, name in required))
     other = EMPTY
-    if more is not False:
-        if long := [name for name in names if len(name) > LONGEST_NAME]:
-            accepted = f"names of at most {LONGEST_NAME} characters beside additionalProperties"
-            raise wrong(f"{where}/properties", long[0], accepted)
-        value = reader.read(f"{where}/additionalProperties", more)
-        other = sequence(parts.key_other_than(list(names)), reader.layout.colon, value)
-    return enclosed("{}", members(reader, where, pairs, other), reader.layout)
+    if patterns or more is not False:
+        key, pointer, value = (
+            other_key(reader, where, schema, list(names)),
+            "additionalProperties",
+            more,
+        )
+        if patterns:
+            ((pattern, value),) = patterns.items()
+            pointer = "patternProperties/" + pattern.replace("~", "~0").replace("/", "~1")
+        other = sequence(key, reader.layout.colon, reader.read(f"{where}/{pointer}", value))
+    low, high = bounds(where, schema, "minProperties", "maxProperties")
+    if not low and high is None:
+        return enclosed("{}", members(reader, where, pairs, other), reader.layout)
+    if names:
+        counted = "minProperties" if low else "maxProperties"
+        raise not_read(where, counted, [], "beside properties or required")
+    if low > 1:
+        accepted = "0 or 1, because a key may be written twice and counts once"
+        raise wrong(f"{where}/minProperties", low, accepted)
+    if other is EMPTY or (high is not None and high < low):
+        return Choice(()) if low else enclosed("{}", EMPTY, reader.layout)
+    return enclosed("{}", separated(other, reader.layout, low, high), reader.layout)
+
+
+def other_key(reader, where: str, schema: dict, names: list[str]) -> Expression:
+    """A key that is none of the names, by one pattern, by a schema of names, or any. Raises
+    ValueError.
+    """
+    patterns, named = schema.get("patternProperties", {}), schema.get("propertyNames", True)
+    if patterns:
+        if not isinstance(patterns, dict):
+            raise wrong(f"{where}/patternProperties", patterns, "an object of schemas")
+        if len(patterns) > 1 or schema.get("additionalProperties", False) is not False:
+            why = "with several patterns, or beside additionalProperties"
+            raise not_read(where, "patternProperties", [], why)
+        if named is not True:
+            raise not_read(where, "propertyNames", [], "beside patternProperties")
+        (pattern,) = patterns
+        key = parts.string_of_pattern(pattern)
+        matcher = Matcher(compile_grammar(Grammar({ROOT: key})))
+        if both := [name for name in names if matcher.fits(json.dumps(name, ensure_ascii=False))]:
+            accepted = "a pattern that fits none of the names in properties and required"
+            raise wrong(f"{where}/patternProperties", f"{pattern}, which fits {both[0]}", accepted)
+        reader.rules[f"key of {where}"] = key  # a rule, because what is repeated is copied
+        return Call(f"key of {where}")
+    if named is not True:
+        if names:
+            raise not_read(where, "propertyNames", [], "beside properties or required")
+        if isinstance(named, dict) and named.get("type", "string") != "string":
+            raise wrong(f"{where}/propertyNames", named["type"], "a schema of strings")
+        named = {**named, "type": "string"} if isinstance(named, dict) else named
+        return reader.read(f"{where}/propertyNames", named)
+    if long := [name for name in names if len(name) > LONGEST_NAME]:
+        accepted = f"names of at most {LONGEST_NAME} characters beside additionalProperties"
+        raise wrong(f"{where}/properties", long[0], accepted)
+    return parts.key_other_than(names)
 
 
 def members(
@@ -169,6 +240,7 @@ def members(
 def bounds(where: str, schema: dict, least: str, most: str) -> tuple[int, int | None]:
     """Two counts, the second None for any. Raises ValueError for others."""
     for name in (least, most):
-        if name in schema and not is_whole(schema[name], 0, MOST_REPEATS):
+        if name in schema and not is_whole(parts.without_points(schema[name]), 0, MOST_REPEATS):
             raise wrong(f"{where}/{name}", schema[name], f"a whole number, 0 to {MOST_REPEATS}")
-    return schema.get(least, 0), schema.get(most)
+    low, high = schema.get(least, 0), schema.get(most)
+    return int(low), None if high is None else int(high)
