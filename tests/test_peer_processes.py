@@ -16,6 +16,7 @@ LLAMA = """
     from types import SimpleNamespace
 
     ggml_type = SimpleNamespace(GGML_TYPE_F32=0)
+    llama_flash_attn_type = SimpleNamespace(LLAMA_FLASH_ATTN_TYPE_DISABLED=0)
 
     class CommonParams:
         def __init__(self):

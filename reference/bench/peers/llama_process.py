@@ -28,8 +28,10 @@ def main() -> None:
     params.n_ctx = told["places"] * told["context"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.warmup = False
-    # float16 by default, and the tokens are compared with those of float32
+    # Its defaults round K, V and attention to float16, and tokens are compared with float32's.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    kinds = xllamacpp.llama_flash_attn_type
+    params.flash_attn_type = kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
     with ThreadPoolExecutor(told["places"]) as pool:
         for line in sys.stdin:
