@@ -102,8 +102,8 @@ reads no hidden states of the target, so `load_heads` does not know it.
 - **Figures**: tokens a pass of the target, greedy, {counted["prompts"]} held-out prompts,
   {counted["new_tokens"]} tokens each; in brackets the middle 95 % of resampled prompts. Counted by
   `python -m lessons.l17_tree_speculation.lab.parallel_counts`.
-- **Training**: {facts["minutes"]:g} minutes of one core, {facts["tokens_seen"] / 1e6:.2f} M tokens of
-  the heads' text, with the masks {facts["rows_trained"] / 1e6:.2f} M rows. K = {COUNT};
+- **Training**: {facts["minutes"]:g} minutes of one core, {facts["tokens_seen"] / 1e6:.2f} M tokens
+  of the heads' text, with the masks {facts["rows_trained"] / 1e6:.2f} M rows. K = {COUNT};
   {KEPT:.0%} of the chains of masks stay at each depth, at least {LEAST_KEPT:.0%} of the places.
 - **Loss**: the draft's own last one, the probability that a drafted token is rejected (and a share
   of the divergence), over the columns of the vocabulary that the heads' loss has.

@@ -137,7 +137,7 @@ def new_proposer(drafting: Drafting, blocks: BlockManager, runner, draft=Virtual
     if drafting.shape is not None:
         return VirtualTrees(runner.model, TREE_KINDS[drafting.kind]())
     kinds = {"sure": SureDraft, "drawn at once": VirtualParallel}
-    kind = draft if draft is not VirtualDraft else kinds.get(drafting.kind, draft)
+    kind = kinds.get(drafting.kind, VirtualDraft) if draft in (None, VirtualDraft) else draft
     return kind(DraftMemory(blocks, drafting.context))
 
 

@@ -1,5 +1,5 @@
-"""The number of drafts by the size of the batch: read as vLLM reads it, refused in one line where it
-cannot work, followed by the engine.
+"""The number of drafts by the size of the batch: read as vLLM reads it, refused in one line where
+it cannot work, followed by the engine.
 """
 
 import pytest

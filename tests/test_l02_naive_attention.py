@@ -193,7 +193,10 @@ def test_readme_counts_the_recomputed_tokens():
 
     model = Counter()
     naive.generate(model, [[1] * 100], 100)
-    assert f"{model.tokens} tokens pass the model" in README and f"only {100 + 100 - 1}" in README
+    assert (
+        f"{model.tokens} tokens pass through the model" in README
+        and f"only {100 + 100 - 1}" in README
+    )
 
 
 def test_the_claims_of_the_museum():

@@ -95,8 +95,8 @@ def test_sampled_outputs_follow_the_targets_distribution(model, draft):
 
 @pytest.mark.parametrize("kind", [ParallelDraftProposer, DraftModelProposer])
 def test_a_step_runs_the_draft_once(model, draft, monkeypatch, kind):
-    """And over few tokens: what stayed of the last draft, the newest one, and masks. A chain takes a
-    pass for each guess. One block, because a full one is completed with a pass of its own.
+    """And over few tokens: what stayed of the last draft, the newest one, and masks. A chain takes
+    a pass for each guess. One block, because a full one is completed with a pass of its own.
     """
     count, runs, steps = 5, [], []
     drafter = draft if kind is ParallelDraftProposer else draft.model

@@ -55,8 +55,10 @@ def test_a_tree_may_be_asked_for_in_any_spelling():
 def test_the_configs_of_the_texts_are_some():
     text = pages(REPOSITORY / "lessons/l17_tree_speculation")
     shown = re.findall(r"speculative_config=(\{.*?\})", text, re.DOTALL)
-    own, config = (SpeculativeConfig.read(ast.literal_eval(each), "a target") for each in shown)
-    assert own.method == "mtp" and own.model == "a target"
+    own, config, parallel = (
+        SpeculativeConfig.read(ast.literal_eval(each), "a target") for each in shown
+    )
+    assert own.method == "mtp" and own.model == "a target" and parallel.parallel_drafting
     assert config.num_speculative_tokens == 4 and config.tree == Tree((-1, 0, 0, 1, 1))
 
 

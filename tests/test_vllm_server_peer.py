@@ -246,8 +246,8 @@ def test_a_difference_is_seen():
 
     assert not found()
     assert not found(logprobs={"token_logprobs": [-1.0001]})
-    for change in (dict(text="ac"), dict(token_ids=[1, 3]), dict(finish_reason="stop"), dict(index=1),
-                   dict(stop_reason=3), dict(logprobs={"token_logprobs": [-1.1]}),
+    for change in (dict(text="ac"), dict(token_ids=[1, 3]), dict(finish_reason="stop"),
+                   dict(index=1), dict(stop_reason=3), dict(logprobs={"token_logprobs": [-1.1]}),
                    dict(logprobs=None), dict(prompt_logprobs=[None])):  # fmt: skip
         assert found(**change), change
     assert differences({}, answer, {"status": 400, "error": "x"}, NoTie(), [])

@@ -174,9 +174,9 @@ def generate(
     counts: Counts | None = None,
 ) -> list[list[int]]:
     """Draft and verify. draft: a smaller model with the same tokens, or a drafter, such as
-    `SuffixDrafter()`; None looks n-grams up in the request's own text. new_drafter: from a model and
-    its memory to what drafts. num_speculative_tokens: K, or what chooses it. counts: filled in, if
-    given.
+    `SuffixDrafter()`; None looks n-grams up in the request's own text. new_drafter: from a model
+    and its memory to what drafts. num_speculative_tokens: K, or what chooses it. counts: filled in,
+    if given.
 
     Other arguments, result and errors as in lesson 2's `generate`. Greedy tokens are the same as
     there. A seeded request gets the same tokens in any batch, but not those of plain decoding: it

@@ -1,4 +1,6 @@
-"""Conversations as prompts, for LLM.chat. The server has its own way, because clients are strangers."""
+"""Conversations as prompts, for LLM.chat. The server has its own way, as its clients are
+strangers.
+"""
 
 from pathlib import Path
 

@@ -100,7 +100,6 @@ class Engine:
     ) -> None:
         """Queue a request. prompt: text or token ids. priority: smaller runs first. lora_request:
         the adapter that answers; None: the base model. user: among whom a fair order shares.
-
         Raises ValueError, in one line, for a request that cannot be served; nothing is queued then.
         """
         if not isinstance(request_id, str) or request_id in self.requests:

@@ -134,7 +134,7 @@ def logprobs_of(
 
 
 def top_logprobs(logprobs: Tensor, tokens: list[int], count: int) -> list[Logprobs]:
-    """Of each row the one of `tokens`, and the `count` likeliest, or all for -1. logprobs: [B, V]."""
+    """Of each row the one of `tokens`, and the `count` likeliest, all for -1. logprobs: [B, V]."""
     chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
     vocab_size = logprobs.shape[1]
     best = logprobs.topk(vocab_size if count == -1 else min(count, vocab_size))

@@ -109,8 +109,8 @@ async def prompt_of(
 async def encode(
     service: Service, name: str, text: str, special: bool = True, keep: int | None = None
 ) -> list[int]:
-    """The ids of a text; a long one is read in a thread, so that no stream waits for it, and after a
-    short one others have their turn. The arguments are those of Tokens.encode.
+    """The ids of a text; a long one is read in a thread, so that no stream waits for it, and after
+    a short one others have their turn. The arguments are those of Tokens.encode.
     """
     if len(text) < MANY_CHARACTERS:
         await asyncio.sleep(0)

@@ -24,8 +24,8 @@ MOST_SECONDS = 2.0  # that it may take
 # What the server itself hands to a template.
 RESERVED = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
             "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs",
-            "padding",
-            "truncation", "max_length", "return_assistant_tokens_mask", "conversation", "self")  # fmt: skip
+            "padding", "truncation", "max_length", "return_assistant_tokens_mask",
+            "conversation", "self")  # fmt: skip
 
 
 def read_template(wanted: str | None) -> str | None:

@@ -49,8 +49,8 @@ class SpeculativeConfig:
     best; None: a chain. draft_sample_method: which tokens heads draft for a request that samples:
     "greedy" (None), its likeliest ones, which changes no token of an answer; "probabilistic": drawn
     ones, of which more are accepted, and which keep the distribution. A draft model's are always
-    drawn. parallel_drafting: a draft model guesses all tokens in one pass; it must have been trained
-    for that, and its config.json names the mask (pard_token).
+    drawn. parallel_drafting: a draft model guesses all tokens in one pass; it must have been
+    trained for that, and its config.json names the mask (pard_token).
     num_speculative_tokens_per_batch_size: another number for each size of the batch, entries
     of (first size, last size, number). enable_adaptive_verification: a number is chosen for each
     step by what was measured. num_speculative_tokens is then the most.

@@ -163,7 +163,7 @@ def test_work_in_all_is_bounded(running, path, body, said):
 
 
 def test_between_two_texts_others_have_their_turn(running):
-    """1030 texts are read before their number is refused, and meanwhile the loop comes round as often."""
+    """1030 texts are read before their number is refused, and meanwhile the loop comes round."""
 
     async def turns() -> int:
         async with beside(running.service) as client:

@@ -50,7 +50,8 @@ def test_absorbed_equals_expanded_in_float64(mla):
 def test_each_form_in_bfloat16_against_float64(seed):
     """Against the oracle, not against each other: both round, at different places."""
     mla = new_model(torch.bfloat16).layers[0].self_attn
-    x = draw("normal", (40, 48), dtype=torch.bfloat16, seed=seed)
+    # Several texts, because the largest error of one depends on whether a score of it is a tie.
+    texts = [draw("normal", (40, 48), dtype=torch.bfloat16, seed=seed + i) for i in range(8)]
 
     def in_form(name, layer, x):
         q, (c_kv, k_pe) = layer.queries(x), layer.latents(x)
@@ -59,10 +60,14 @@ def test_each_form_in_bfloat16_against_float64(seed):
         rows = torch.cat([c_kv, k_pe], -1)
         return layer.project_values(attention(layer.absorb(q), rows, c_kv, CONFIG.softmax_scale))
 
-    one, other = (in_form(name, mla, x) for name in ("expanded", "absorbed"))
-    ref64 = in_form("expanded", mla.double(), x.double())  # the rounded weights and input, widened
-    assert_close_to_oracle(other, one, ref64, floor=2e-3)
-    assert_close_to_oracle(one, other, ref64, floor=2e-3)
+    def of_all(name, layer, texts):
+        return torch.cat([in_form(name, layer, x) for x in texts])
+
+    one, other = (of_all(name, mla, texts) for name in ("expanded", "absorbed"))
+    # the rounded weights and inputs, widened
+    ref64 = of_all("expanded", mla.double(), [x.double() for x in texts])
+    assert_close_to_oracle(other, one, ref64, floor=1e-2)
+    assert_close_to_oracle(one, other, ref64, floor=1e-2)
 
 
 def test_forms_share_their_weights_and_leave_the_model_alone():

@@ -48,8 +48,9 @@ def teller(seen):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.sample(3)
 def test_greedy_tokens_are_those_of_plain_decoding(kind, memory, seed):
-    """In float64, where nothing ties. The draft: the target, a stranger, the request's own text, and
-    earlier answers."""
+    """In float64, where nothing ties. The draft: the target, a stranger, the request's own text,
+    and earlier answers.
+    """
     model, prompts = MODELS[kind](), new_prompts(*LENGTHS)
     expected = one_at_a_time.generate(model, prompts, LIMITS)
     for draft in (model, new_model(), None, SuffixDrafter()):
@@ -277,3 +278,16 @@ def test_many_random_loads(seed, request):
         )
         expected = one_at_a_time.generate(model, prompts, limits)
         assert generate(model, prompts, limits, **options) == expected
+
+
+def test_a_repeated_request_is_drafted_from_its_first_answer(seed):
+    model, prompts = new_model(), new_prompts(5, 9)
+    drafter, passes = SuffixDrafter(), []
+    expected = generate(model, prompts, 30)
+    for _ in range(2):
+        counts = Counts()
+        options = dict(draft=drafter, num_speculative_tokens=12, counts=counts)
+        assert generate(model, prompts, 30, **options) == expected
+        passes.append(counts.steps)
+    assert not drafter.cache.own and len(drafter.cache.kept) == 4
+    assert passes[1] < passes[0] / 2

@@ -11,8 +11,6 @@ import pytest
 
 from lessons.l02_naive_attention.request import Request
 from lessons.l02_naive_attention.sampling import SamplingParams
-from lessons.l12_paged_kv.lab.testing import new_model, new_prompts
-from lessons.l16_speculative_sampling.generate import Counts, generate
 from lessons.l16_speculative_sampling.more import suffixes
 from lessons.l16_speculative_sampling.more.suffixes import (
     Guess,
@@ -297,16 +295,3 @@ def test_an_earlier_answer_is_drafted_once_it_has_ended():
     drafter.forget(first)
     assert drafter.propose([second], [4]).tokens == [[13, 14]]
     assert drafter.propose([second], [1]).tokens == [[13]]
-
-
-def test_a_repeated_request_is_drafted_from_its_first_answer(seed):
-    model, prompts = new_model(), new_prompts(5, 9)
-    drafter, passes = SuffixDrafter(), []
-    expected = generate(model, prompts, 30)
-    for _ in range(2):
-        counts = Counts()
-        options = dict(draft=drafter, num_speculative_tokens=12, counts=counts)
-        assert generate(model, prompts, 30, **options) == expected
-        passes.append(counts.steps)
-    assert not drafter.cache.own and len(drafter.cache.kept) == 4
-    assert passes[1] < passes[0] / 2

@@ -83,7 +83,7 @@ def counted_model(
 
 
 def counted_heads(kind: str, way: SamplingParams, prompts: int) -> list[Counted]:
-    """The same of heads. EAGLE and MTP run their layer once for each guess, Medusa's run at once."""
+    """The same of heads. EAGLE and MTP run their layer once a guess, Medusa's run at once."""
     (target, heads, _), found = embedded_heads(kind), []
     for row, prompt in enumerate(held_out_prompts(prompts)):
         counts, params = Counts(), replace(way, seed=row)

@@ -1,5 +1,5 @@
-"""vLLM and llama.cpp as contenders of the ladder and of reference.bench.speed, where `make peers` has
-installed them: greedy, on one thread, the same weights, token ids in and out.
+"""vLLM and llama.cpp as contenders of the ladder and of reference.bench.speed, where `make peers`
+has installed them: greedy, on one thread, the same weights, token ids in and out.
 """
 
 from __future__ import annotations

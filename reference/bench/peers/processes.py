@@ -1,5 +1,5 @@
-"""vLLM and llama.cpp in processes of their own, in the environment that `make peers` makes. They are
-asked in JSON and import nothing of this course.
+"""vLLM and llama.cpp in processes of their own, in the environment that `make peers` makes. They
+are asked in JSON and import nothing of this course.
 """
 
 from __future__ import annotations

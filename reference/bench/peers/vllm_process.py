@@ -1,4 +1,5 @@
-"""vLLM, asked from another process. It runs in the peers' Python and imports nothing of this course.
+"""vLLM, asked from another process. It runs in the peers' Python and imports nothing of this
+course.
 
     .venv-peers/bin/python reference/bench/peers/vllm_process.py '{"model": "models/tiny"}'
 

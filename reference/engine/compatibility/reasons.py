@@ -1,8 +1,8 @@
 """Why a name of vLLM's has no effect here, or is refused. Each key is a reason, and its value the
 names that it holds for. A name that works is in no table: `status.py` asks our own signatures.
 
-A table is for a group of names. "engine" is for arguments of LLM and flags of a server, "request" for
-wishes and for fields of the routes' bodies; a group's own table comes before these.
+A table is for a group of names. "engine" is for arguments of LLM and flags of a server, "request"
+for wishes and for fields of the routes' bodies; a group's own table comes before these.
 """
 
 NO_REASONING = "the model does not reason apart from its answer"
@@ -94,13 +94,13 @@ REFUSED = {
         "a long context is on one device, in chunks": "prefill_context_parallel_size "
         "decode_context_parallel_size dcp_q_replicate dcp_kv_cache_interleave_size "
         "cp_kv_cache_interleave_size",
-        "batches are not cut in two to overlap": "enable_dbo ubatch_size dbo_decode_token_threshold "
-        "dbo_prefill_token_threshold",
+        "batches are not cut in two to overlap": "enable_dbo ubatch_size "
+        "dbo_decode_token_threshold dbo_prefill_token_threshold",
         "experts stay on the device where they are loaded": "eplb_config enable_eplb "
         "expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size "
         "enable_ep_weight_filter",
-        "tensor parallelism here is that of lesson 20": "enable_hc_sp enable_batch_sharded_sampling "
-        "fully_sharded_loras",
+        "tensor parallelism here is that of lesson 20": "enable_hc_sp "
+        "enable_batch_sharded_sampling fully_sharded_loras",
         "replicas step on their own": "dp_sync_interval prefill_schedule_interval "
         "enable_nccl_comm_suspend",
         "all weights are on the device": "cpu_offload_gb cpu_offload_params offload_backend "
@@ -112,8 +112,8 @@ REFUSED = {
         NO_STATES: "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size "
         "mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm "
         "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds",
-        "a prefix matches in whole blocks of block_size, and the oldest is evicted": "prefix_match_unit "
-        "prefix_cache_retention_interval",
+        "a prefix matches in whole blocks of block_size, and the oldest is evicted": ""
+        "prefix_match_unit prefix_cache_retention_interval",
         "a window is part of the model": "disable_sliding_window swa_bounded_replay",
         "all layers have the same kv_cache_dtype": "kv_cache_dtype_skip_layers",
         "max_num_batched_tokens bounds a step": "max_num_scheduled_tokens "
@@ -137,7 +137,8 @@ REFUSED = {
         "a prompt is text, token ids or pictures": "enable_prompt_embeds enable_mm_embeds "
         "skip_tokenizer_init io_processor_plugin tokens_only",
         "no file of the server is read for a request": "allowed_local_media_path",
-        "pictures are prepared as the checkpoint says, and stand where the text has them": "language_model_only interleave_mm_strings media_io_kwargs mm_processor_kwargs "
+        "pictures are prepared as the checkpoint says, and stand where the text has them": ""
+        "language_model_only interleave_mm_strings media_io_kwargs mm_processor_kwargs "
         "mm_encoder_only mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_processor_device "
         "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_device_do_normalize "
         "disable_chunked_mm_input",
@@ -205,7 +206,8 @@ REFUSED = {
         "Anthropic's API has no such field, and /v1/chat/completions does": "chat_template_kwargs",
     },
     "/v1/embeddings": {
-        "a hidden state is sent as float32, and cannot be cut shorter without training": "dimensions embed_dtype endianness",
+        "a hidden state is sent as float32, and cannot be cut shorter without training": ""
+        "dimensions embed_dtype endianness",
         "every vector has length 1": "use_activation",
         "an answer's id is the server's": "request_id",
     },

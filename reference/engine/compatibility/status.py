@@ -1,4 +1,5 @@
-"""What each of vLLM's names does here, asked of our own signatures and models, and README.md's table.
+"""What each of vLLM's names does here, asked of our own signatures and models, and README.md's
+table.
 
 python -m reference.engine.compatibility.status    # writes the table
 """

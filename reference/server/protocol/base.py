@@ -1,9 +1,10 @@
 """How every request is read: strictly, and no field is ignored in silence.
 
-A field is honoured, accepted without effect, or refused by name. Without effect are hints and labels
-that change no answer, and the answer's header `x-without-effect` names those that a request had. A
-null is the same as no field at all. A name that the API does not have is refused with the nearest
-one that it has; but what clients copy back from earlier answers may have names of other servers.
+A field is honoured, accepted without effect, or refused by name. Without effect are hints and
+labels that change no answer, and the answer's header `x-without-effect` names those that a request
+had. A null is the same as no field at all. A name that the API does not have is refused with the
+nearest one that it has; but what clients copy back from earlier answers may have names of other
+servers.
 """
 
 import difflib
@@ -67,8 +68,8 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, data: Any) -> Any:
-        """Drop nulls, hints and harmless fields, and read numbers that are written as strings. Raises
-        ValueError for unknown and refused fields.
+        """Drop nulls, hints and harmless fields, and read numbers that are written as strings.
+        Raises ValueError for unknown and refused fields.
         """
         if not isinstance(data, dict):
             return data
@@ -106,8 +107,8 @@ def is_vllms(path: str, name: str, value: Any) -> bool:
 
 
 def as_number(value: Any, annotation: Any) -> Any:
-    """The number that a client wrote as "5", or as 5.0 where a whole one is meant, if the field is a
-    number and nothing else; any other value as it is.
+    """The number that a client wrote as "5", or as 5.0 where a whole one is meant, if the field is
+    a number and nothing else; any other value as it is.
     """
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = set(get_args(annotation)) if is_union else {annotation}
