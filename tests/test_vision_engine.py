@@ -30,8 +30,8 @@ STOP = CONFIG.eos_token_ids
 WAYS = {
     "roomy": dict(),
     "chunks": dict(max_num_batched_tokens=8),
-    "preempted": dict(num_blocks=14, max_num_batched_tokens=8),
-    "swapped": dict(num_blocks=14, preemption_mode="swap", swap_space=0.01),
+    "preempted": dict(num_blocks=13, max_num_batched_tokens=8),
+    "swapped": dict(num_blocks=13, preemption_mode="swap", swap_space=0.01),
     "no cache": dict(enable_prefix_caching=False, max_num_batched_tokens=8),
 }
 
