@@ -118,9 +118,13 @@ def hashes(context: list[int]) -> list[int]:
     return found
 
 
-def logits_after(table: Tensor, sequence, output: list[int]) -> Tensor:
-    """[1, VOCAB], without the stop tokens that come too early."""
-    last = hashes(sequence.prompt + output)[-1]
+def logits_after(
+    table: Tensor, sequence, output: list[int], read: list[int] | None = None
+) -> Tensor:
+    """[1, VOCAB], without the stop tokens that come too early. read: what the model reads in the
+    place of the output.
+    """
+    last = hashes(sequence.prompt + (output if read is None else read))[-1]
     logits = table[last % len(table)][None].clone()
     if len(output) < sequence.params.min_tokens:
         logits[:, list(sequence.stop_token_ids)] = -torch.inf
@@ -205,9 +209,9 @@ class History:
             output += sample(logits, [sequence.sampling], [sequence.prompt], [output])
         return output
 
-    def logits_after(self, table: Tensor, sequence, output: list[int]) -> Tensor:
+    def logits_after(self, table: Tensor, sequence, output: list[int], read=None) -> Tensor:
         """What the next token is sampled from. A feature that changes it does so here."""
-        return logits_after(table, sequence, output)
+        return logits_after(table, sequence, output, read)
 
     def can_never_fit(self, asked: Asked) -> bool:
         house = self.house

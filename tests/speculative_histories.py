@@ -370,7 +370,7 @@ def masked_round(sequence, output: list[int], count: int, logits_after) -> list[
 
     def with_masks(table, sequence, text):
         masks = [MASK] * (len(text) - len(output))
-        return logits_after(table, sequence, output + masks if table is OTHERS else text)
+        return logits_after(table, sequence, text, output + masks if table is OTHERS else text)
 
     return drafted_round(sequence, output, count, with_masks)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_p
 
     train_small_models(monkeypatch, tmp_path)
     monkeypatch.setattr(training, "SAVED_EVERY_S", -1)
-    monkeypatch.setattr(training.time, "monotonic", seconds)
+    # not in the module time itself, because other threads of this process read that clock
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=seconds))
     asked = Stop()
     asked.is_asked = True
     for folder, stops in (("whole", [-1]), ("in_parts", [11, 20, -1]), ("asked", [-2, -2, -1])):

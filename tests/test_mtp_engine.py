@@ -51,8 +51,14 @@ def folder(tmp_path):
 
 @pytest.fixture
 def wild(tmp_path):
-    """One whose guesses depend on the whole text, and are hardly ever right."""
-    write_checkpoint(tmp_path / "wild")
+    """One whose guesses depend on the whole text, on where its tokens are, too, and are hardly ever
+    right.
+    """
+    tensors, file = write_checkpoint(tmp_path / "wild"), tmp_path / "wild/model.safetensors"
+    for name, tensor in tensors.items():
+        if name.endswith("q_b_proj.weight"):
+            tensor *= 4  # sharp attention, so that a wrong key is another guess
+    save_file(tensors, file)
     return tmp_path / "wild"
 
 

@@ -56,13 +56,14 @@ class Structured:
     def params(self, index: int) -> SamplingParams:
         return replace(super().params(index), structured_outputs=wish(index))
 
-    def logits_after(self, table: torch.Tensor, sequence, output: list[int]) -> torch.Tensor:
-        logits = super().logits_after(table, sequence, output)
+    def logits_after(self, table, sequence, output: list[int], read=None) -> torch.Tensor:
+        logits = super().logits_after(table, sequence, output, read)
         allowed = mask_after(sequence, output)
         if allowed is None:
             return logits
         if not allowed[:END].any():  # nothing but the end may follow, however early
-            logits = table[hashes(sequence.prompt + output)[-1] % len(table)][None]
+            text = output if read is None else read
+            logits = table[hashes(sequence.prompt + text)[-1] % len(table)][None]
         return logits.masked_fill(~allowed, -torch.inf)
 
 

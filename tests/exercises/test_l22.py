@@ -385,10 +385,11 @@ def played(scene: Callable):
     """Make a check of an async function of (impl): in an event loop of its own."""
 
     async def to_the_end(impl):
-        stages, sleeps = [], []
+        stages, sleeps, mine = [], [], asyncio.get_running_loop()
 
         async def noted(seconds, *result):
-            sleeps.append(seconds)
+            if asyncio.get_running_loop() is mine:  # and not that of a server in another thread
+                sleeps.append(seconds)
             return await pause(seconds, *result)
 
         def stage(*arguments, **named):

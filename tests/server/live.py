@@ -56,7 +56,8 @@ class Live:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join()
+        self.thread.join(timeout=60)
+        assert not self.thread.is_alive(), "the server did not end"
         self.socket.close()
 
     @property
