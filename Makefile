@@ -21,7 +21,7 @@ COMPARE ?=
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## install into .venv, once (no GPU? TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes)
+setup: ## install into .venv, once (without an NVIDIA GPU the small PyTorch; TORCH_INDEX= for the other one)
 	@test -x $(RUN) && cmp -s requirements.txt .venv/installed || sh lessons/toolbox/setup.sh $(PYTHON)
 
 # The index has CPU builds of torch, which spare gigabytes of CUDA. TORCH_INDEX= asks only where pip asks anyway.

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" | tr '\\n' ' ' >>calls
 case "$*" in
+*urlopen*) test -n "$INDEX_ANSWERS" ;;
 *version_info* | *ensurepip*) exec {python} "$@" ;;
 *"venv .venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 *pip*) echo "Collecting torch"; echo "${{PIP_ERROR:-}}" >&2; test -z "$PIP_ERROR" ;;
@@ -60,6 +61,30 @@ def test_a_second_run_does_nothing(course):
     assert (code, errors) == (0, [])
     assert "-r requirements.txt --extra-index-url https://example.org/cpu" in calls
     assert make(course, "setup") == (0, [], "")
+
+
+CPU = "--extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+def test_without_a_gpu_the_small_pytorch_is_taken(course):
+    """If its index answers, and unless one is named: an empty name is none."""
+    assert CPU not in make(course, "setup")[2]
+    for more, is_small in (
+        (["TORCH_INDEX="], False),
+        (["TORCH_INDEX=https://other"], False),
+        ([], True),
+    ):
+        shutil.rmtree(course / ".venv")
+        code, errors, calls = make(course, "setup", *more, INDEX_ANSWERS="yes")
+        assert (code, errors) == (0, []) and (CPU in calls) == is_small
+
+
+def test_with_a_gpu_the_package_index_decides(course):
+    gpu = course / "bin/nvidia-smi"
+    gpu.write_text("#!/bin/sh\nexit 0\n")
+    gpu.chmod(0o755)
+    code, errors, calls = make(course, "setup", INDEX_ANSWERS="yes")
+    assert (code, errors) == (0, []) and CPU not in calls and "urlopen" not in calls
 
 
 def test_changed_requirements_install_again(course):

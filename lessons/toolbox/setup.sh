@@ -39,6 +39,15 @@ if [ ! -e "$venv/installed" ] || [ ! -x "$venv/bin/python" ]; then
     run "creating $venv" "$1" -m venv "$venv"
 fi
 rm -f "$venv/installed"
+
+# Without a GPU the CPU build of PyTorch does, which spares gigabytes of CUDA: if its index answers. TORCH_INDEX= forbids it.
+if [ "${TORCH_INDEX-ask}" = ask ]; then
+    TORCH_INDEX=https://download.pytorch.org/whl/cpu
+    answers='import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)'
+    [ "$(uname)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1 &&
+        "$venv/bin/python" -c "$answers" "$TORCH_INDEX" 2>/dev/null || TORCH_INDEX=
+    [ -z "$TORCH_INDEX" ] || echo "setup: no NVIDIA GPU here, so PyTorch's CPU build is taken (TORCH_INDEX= for the other one)"
+fi
 run "installing $list" "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
     $flags -r "$list" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 run "a first import" "$venv/bin/python" -c "import $modules"

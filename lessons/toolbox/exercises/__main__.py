@@ -11,7 +11,7 @@ from lessons.toolbox.exercises.report import print_progress, run_checks
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser("python -m lessons.toolbox.exercises", description=__doc__)
-    parser.add_argument("command", choices=("generate", "check", "progress", "kills"))
+    parser.add_argument("command", choices=("generate", "cells", "check", "progress", "kills"))
     parser.add_argument(
         "which", nargs="?", help="a lesson (02), or for check one exercise (2.1); default: all"
     )
@@ -38,6 +38,12 @@ def run(options: argparse.Namespace) -> int:
     if options.command == "generate":
         for file in files:
             print(write_stub(SOLUTIONS / file, force=options.force))
+        return 0
+    if options.command == "cells":
+        from lessons.toolbox.exercises.statements import refresh  # needs nbformat
+
+        for lesson in dict.fromkeys(file[1:3] for file in files):
+            print(refresh(lesson))
         return 0
     # a process of its own, because the toolbox stands below the tests
     lessons = [file[1:3] for file in files]
