@@ -80,6 +80,8 @@ def look_up(data, path: str):
             data = next((entry for entry in data if str(entry.get(key)) == wanted), None)
             if data is None:
                 raise LookupError(f"no entry with {part}")
+            if any(flag.startswith("noisy") for flag in data.get("flags", ())):
+                raise ValueError(f"{part} is a noisy point, and no sentence may rest on one")
         else:
             data = data[int(part)] if isinstance(data, list) else data[part]
     return data

@@ -187,10 +187,12 @@ def test_a_number_that_rounds_otherwise_disagrees(quoted, value):
 
 
 def test_a_source_is_evaluated_from_left_to_right():
-    data = {"a.b": [{"x": 0.5, "y": 3}, {"x": 1, "y": 6}]}
-    assert number_rules.evaluate(data, '"a.b"."x=0.5".y * 2 / "a.b".-1.y') == 1
+    noisy = {"x": 2, "y": 9, "flags": ["noisy: the 20-80 % band spans 90% of the median"]}
+    data = {"a.b": [{"x": 0.5, "y": 3}, {"x": 1, "y": 6, "flags": []}, noisy]}
+    assert number_rules.evaluate(data, '"a.b"."x=0.5".y * 2 / "a.b".x=1.y') == 1
     for expression, error in (
-        ('"a.b".x=2.y', LookupError),
+        ('"a.b".x=3.y', LookupError),
+        ('"a.b".x=2.y', ValueError),
         ('"a.b".x=1', TypeError),
         ("c", KeyError),
     ):

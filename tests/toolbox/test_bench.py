@@ -415,6 +415,22 @@ def test_bandwidth_is_drawn_under_its_roof_and_a_time_below_the_floor_is_flagged
 
 
 @pytest.mark.sample(2, of="benchmarks")
+def test_a_message_does_not_rest_on_a_noisy_point(scripted_clock):
+    """At the largest size, at the smallest, at all."""
+    scripted_clock[0].update(slow=0.006, fast=0.002)
+    title = "{speedup:.1f}x at {x}, {optimized_growth:.0f}x {first}"
+    record = measured({"slow": rows, "fast": rows}, title=title)
+    points = record["series"]["fast"]["points"]
+    sizes = [point["x"] for point in points]
+    assert records.title_of(record) == f"3.0x at {sizes[-1]}, 1x {sizes[0]}"
+    points[-1] |= {"median_s": 1e-9, "flags": ["noisy: the 20-80 % band spans 90% of the median"]}
+    assert records.title_of(record) == f"3.0x at {sizes[-2]}, 1x {sizes[0]}"
+    for point in points:
+        point["flags"] = ["noisy: the 20-80 % band spans 90% of the median"]
+    assert "not enough was measured" in records.title_of(record)
+
+
+@pytest.mark.sample(2, of="benchmarks")
 def test_a_message_that_was_not_measured_is_not_stated(scripted_clock):
     def absent(x):
         raise Unavailable("no GPU here")

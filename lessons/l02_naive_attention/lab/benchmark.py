@@ -129,8 +129,7 @@ if default_device().type == "cuda":
 BENCHMARKS = [
     Benchmark(
         name="l02_attention",
-        title=f"At {{x}} tokens naive attention takes {{naive_growth:.0f}}x as long as at "
-        f"{CONTEXTS[0]}",
+        title="At {x} tokens naive attention takes {naive_growth:.0f}x as long as at {first}",
         x_name="tokens of the prompt",
         x_values=CONTEXTS,
         quick_x_values=CONTEXTS[:3],

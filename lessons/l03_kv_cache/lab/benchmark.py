@@ -230,8 +230,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l03_answer",
-        title="{x} tokens cost {naive_growth:.0f}x one when recomputed, {optimized_growth:.0f}x "
-        "with a cache",
+        title="{x} tokens cost {naive_growth:.0f}x as much as {first} when recomputed, "
+        "{optimized_growth:.0f}x with a cache",
         x_name="tokens in the answer",
         x_values=[1, 2, 4, 8, 16, 32, 64],
         quick_x_values=[1, 16],
@@ -267,7 +267,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l03_batch",
-        title="{x} sequences cost {optimized_growth:.0f}x one: weights are shared, caches are not",
+        title="{x} sequences cost {optimized_growth:.0f}x as much as {first}: weights are shared, "
+        "caches are not",
         x_name="sequences in the batch",
         x_values=[1, 2, 4, 8, 16, 32, 64],
         quick_x_values=[1, 8],

@@ -159,8 +159,8 @@ def of_one_layer(
 BENCHMARKS = [
     of_one_layer(
         "l05_kv_heads",
-        "{x} KV heads become 1: reading in groups gets {optimized_growth:.0f}x cheaper, repeating "
-        "only {naive_growth:.1f}x",
+        "{x} KV heads become {first}: reading in groups gets {optimized_growth:.0f}x cheaper, "
+        "repeating only {naive_growth:.1f}x",
         f"KV heads of {HEADS} query heads (1: MQA, {HEADS}: MHA)",
         [1, 2, 4, 8, 16, 32],
         [1, 8, 32],
@@ -171,9 +171,8 @@ BENCHMARKS = [
     ),
     of_one_layer(
         "l05_query_heads",
-        f"On {KV_HEADS} KV heads, {{x}} query heads cost {{optimized_growth:.1f}}x {KV_HEADS} when "
-        f"read in "
-        "groups, {naive_growth:.1f}x when repeated",
+        f"On {KV_HEADS} KV heads, {{x}} query heads cost {{optimized_growth:.1f}}x as much as "
+        "{first} when read in groups, {naive_growth:.1f}x when repeated",
         f"query heads on {KV_HEADS} KV heads",
         [8, 16, 32, 64],
         [8, 64],
@@ -204,9 +203,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l05_step",
-        title="A whole decode step: {x} KV heads cost {optimized_growth:.1f}x one when read in "
-        "groups, "
-        "{naive_growth:.1f}x when repeated",
+        title="A whole decode step: {x} KV heads cost {optimized_growth:.1f}x as much as {first} "
+        "when read in groups, {naive_growth:.1f}x when repeated",
         x_name="KV heads of the model",
         x_values=MODEL_KV_HEADS,
         quick_x_values=MODEL_KV_HEADS,

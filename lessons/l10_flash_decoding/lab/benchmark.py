@@ -159,7 +159,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l10_splits",
-        title="{x} splits take {optimized_growth:.2f}x the time of one",
+        title="{x} splits take {optimized_growth:.2f}x the time of {first}",
         x_name="splits",
         x_values=[1, 2, 4, 8, 16, 32, 64, 128],
         quick_x_values=[1, 8],

@@ -209,8 +209,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l12_block_size",
-        title="Blocks of {x} tokens take {optimized_growth:.2f}x the time of blocks of one, and "
-        "waste more",
+        title="Blocks of {x} tokens take {optimized_growth:.2f}x the time of blocks of {first}, "
+        "and waste more",
         x_name="tokens in a block",
         x_values=BLOCK_SIZES,
         quick_x_values=[4, 16],

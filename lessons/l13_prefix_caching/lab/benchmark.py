@@ -150,7 +150,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l13_lookup",
-        title="A lookup of {x} tokens takes {optimized_growth:.0f}x that of the shortest",
+        title="A lookup of {x} tokens takes {optimized_growth:.0f}x that of {first}",
         x_name="tokens of the prompt, all known",
         x_values=LENGTHS,
         quick_x_values=LENGTHS[:2],

@@ -52,15 +52,20 @@ def recorded(results: Path, lesson: str, name: str | None = None) -> list[dict]:
     return [record for record in found if name in (None, record["name"])]
 
 
-def medians(record: dict, *roles: str) -> dict[int, float]:
+def medians(record: dict, *roles: str, steady: bool = False) -> dict[int, float]:
     """{x: median seconds} of the first series of these roles (default: of any) that was measured;
-    {} if none was.
+    {} if none was. steady: without the points that are flagged as noisy.
     """
     for series in record["series"].values():
-        found = {p["x"]: p["median_s"] for p in series["points"] if p["status"] == "ok"}
+        found = {p["x"]: p for p in series["points"] if p["status"] == "ok"}
         if found and series["role"] in (roles or plotting.ROLES):
-            return found
+            return {x: p["median_s"] for x, p in found.items() if not (steady and is_noisy(p))}
     return {}
+
+
+def is_noisy(point: dict) -> bool:
+    """Whether its runs differed so much that no sentence may rest on it."""
+    return any(flag.startswith("noisy") for flag in point["flags"])
 
 
 def is_sound(record: dict) -> bool:
@@ -104,14 +109,14 @@ def _remarks(point: dict) -> list[str]:
 
 
 def title_of(record: dict) -> str:
-    """The message with its numbers filled in from the record; says so where the numbers were not
-    measured.
+    """The message with its numbers filled in from the record, of points that are not noisy; says so
+    where the numbers were not measured.
     """
-    naive, optimized = medians(record, "naive"), medians(record, "optimized")
+    naive, optimized = (medians(record, role, steady=True) for role in ("naive", "optimized"))
     facts = {}
     if common := sorted(set(naive) & set(optimized)):
         first, x = common[0], common[-1]
-        facts["x"], facts["speedup"] = x, naive[x] / optimized[x]
+        facts |= {"first": first, "x": x, "speedup": naive[x] / optimized[x]}
         facts["naive_growth"] = naive[x] / naive[first]
         facts["optimized_growth"] = optimized[x] / optimized[first]
         facts["where"] = where_faster(
@@ -119,7 +124,7 @@ def title_of(record: dict) -> str:
         )
     elif optimized:  # where nothing naive runs, as in a number of splits on a GPU
         first, x = min(optimized), max(optimized)
-        facts["x"], facts["optimized_growth"] = x, optimized[x] / optimized[first]
+        facts |= {"first": first, "x": x, "optimized_growth": optimized[x] / optimized[first]}
     if optimized and record["floor_s"]:
         x = facts.setdefault("x", max(optimized))
         facts["floor_percent"] = 100 * record["floor_s"][record["x"].index(x)] / optimized[x]
