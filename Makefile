@@ -14,6 +14,7 @@ SERVE ?= --port 8000
 FILE ?=
 GPU ?=
 COMPARE ?=
+EXPORT ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup peers clients demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
@@ -54,8 +55,8 @@ test-all: setup ## the same in the long forms: every case, more seeds, every ker
 check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.1)
 	@$(RUN) -m lessons.toolbox.exercises check $(LESSON)
 
-progress: setup ## the map of the course: what you solved, what is left, how many minutes
-	@$(RUN) -m lessons.toolbox.exercises progress
+progress: setup ## the map of the course: what you solved, what is left, how many minutes (EXPORT=file.csv)
+	@$(RUN) -m lessons.toolbox.exercises progress $(if $(EXPORT),--export $(EXPORT))
 
 # --allow-root, because in a container everybody is root; the address that it prints holds the key
 lab: setup ## JupyterLab on the notebooks (in a container: LAB="--ip 0.0.0.0 --no-browser")
