@@ -37,8 +37,8 @@ class Task:
             f"Serve {self.model} in 16 bits: {self.rate_per_s:.1f} requests a second on average, "
             f"independent of each other, prompts of {self.prompt // 2} to {self.prompt * 3 // 2} "
             f"tokens, answers of {self.answer} on average (geometric). {ATTAIN:.0%} of the "
-            f"requests get their first token within {self.slo.ttft_s:g} s, and each next one within "
-            f"{1000 * self.slo.itl_s:g} ms of the one before, but for one gap in a hundred."
+            f"requests get their first token within {self.slo.ttft_s:g} s, and each next one "
+            f"within {1000 * self.slo.itl_s:g} ms of the one before, but for one gap in a hundred."
         )
 
 
