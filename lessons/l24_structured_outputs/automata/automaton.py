@@ -32,6 +32,13 @@ from lessons.l24_structured_outputs.languages.syntax import ROOT, Grammar
 MOST_WORK = 500_000  # entries of sets that the subset construction looks at: about half a second
 
 
+class NoText(ValueError):
+    """A grammar that no text fits."""
+
+    def __init__(self):
+        super().__init__("no text fits the grammar; accepted: one that can be completed")
+
+
 @dataclass
 class Automaton:
     """Positions of all rules, numbered from 0.
@@ -51,7 +58,7 @@ class Automaton:
 
 def compile_grammar(grammar: Grammar) -> Automaton:
     """The automaton of a grammar, of the rules that ROOT needs. Every call is of a rule that is
-    there. Raises ValueError for a grammar that no text fits, and TooLarge.
+    there. Raises NoText and TooLarge.
     """
     nfa = Nfa()
     waiting = [ROOT]
@@ -148,8 +155,8 @@ class Subsets:
 
 
 def remove_dead_ends(automaton: Automaton) -> None:
-    """Keep edges and calls only where the rule can still be completed. Raises ValueError if the
-    root cannot.
+    """Keep edges and calls only where the rule can still be completed. Raises NoText if the root
+    cannot.
 
     A call counts once the called rule is known to have a finite text; so rules become known in
     rounds.
@@ -180,7 +187,7 @@ def remove_dead_ends(automaton: Automaton) -> None:
             known.add(start_of[position])
             waiting += held.pop(start_of[position], [])
     if ROOT not in known:
-        raise ValueError("no text fits the grammar; accepted: one that can be completed")
+        raise NoText
     for position in range(len(automaton.edges)):
         edges, calls = automaton.edges[position], automaton.calls[position]
         automaton.edges[position] = {c: to for c, to in edges.items() if to in alive}

@@ -7,44 +7,84 @@ rules have a stack and no such product.
 Source: Rabin and Scott 1959, *Finite Automata and Their Decision Problems*, theorem 6.
 """
 
-from lessons.l24_structured_outputs.automata.automaton import compile_grammar
+from lessons.l24_structured_outputs.automata.automaton import NoText, compile_grammar
+from lessons.l24_structured_outputs.automata.minimize import merge_equal
 from lessons.l24_structured_outputs.automata.nfa import MOST_POSITIONS, TooLarge
 from lessons.l24_structured_outputs.languages.syntax import (
     ROOT,
-    Choice,
     Expression,
     Grammar,
     Machine,
 )
 
-MOST_RANGES = 200_000  # of bytes that one product looks at: about a tenth of a second
+MOST_WORK = 200_000  # ranges of bytes that all products look at: about a quarter of a second
 NOTHING = Machine(((),), (False,))
 
 
-def both(one: Expression, other: Expression) -> Machine:
-    """The texts that fit both. Neither calls a rule. Raises TooLarge."""
-    return product(machine_of(one), machine_of(other))
+class Products:
+    """Makes products, of which a caller needs many: together they are bounded."""
+
+    def __init__(self):
+        self.known: dict[Expression, Machine] = {}
+        self.work = 0
+
+    def both(self, one: Expression, other: Expression) -> Machine:
+        """The texts that fit both. Neither calls a rule. Raises TooLarge."""
+        return self.product(self.machine_of(one), self.machine_of(other))
+
+    def but_not(self, one: Expression, other: Expression) -> Machine:
+        """The texts that fit `one` and not `other`. Neither calls a rule. Raises TooLarge."""
+        return self.product(self.machine_of(one), opposite(self.machine_of(other)))
+
+    def machine_of(self, expression: Expression) -> Machine:
+        """The deterministic automaton of an expression without calls. Raises TooLarge."""
+        if expression not in self.known:
+            self.known[expression], work = deterministic(expression)
+            self.count(work)
+        return self.known[expression]
+
+    def product(self, one: Machine, other: Machine) -> Machine:
+        """Both at once: a pair is final where both states are."""
+        numbers = {(0, 0): 0}
+        pairs, edges = [(0, 0)], []
+        while len(edges) < len(pairs):
+            left, right = pairs[len(edges)]
+            found = []
+            for low, high, targets in shared_ranges(one.edges[left], other.edges[right]):
+                if targets not in numbers:
+                    numbers[targets] = len(pairs)
+                    pairs.append(targets)
+                found.append((low, high, numbers[targets]))
+            edges.append(tuple(found))
+            self.count(1 + len(one.edges[left]) + len(other.edges[right]))
+            if len(pairs) > MOST_POSITIONS:
+                raise TooLarge
+        is_final = tuple(one.is_final[left] and other.is_final[right] for left, right in pairs)
+        return Machine(tuple(edges), is_final)
+
+    def count(self, work: int) -> None:
+        """Raise TooLarge once too much was looked at."""
+        self.work += work
+        if self.work > MOST_WORK:
+            raise TooLarge
 
 
-def but_not(one: Expression, other: Expression) -> Machine:
-    """The texts that fit `one` and not `other`. Neither calls a rule. Raises TooLarge."""
-    return product(machine_of(one), opposite(machine_of(other)))
-
-
-def machine_of(expression: Expression) -> Machine:
-    """The deterministic automaton of an expression without calls. Raises TooLarge."""
-    if isinstance(expression, Machine):
-        return expression
-    if expression == Choice(()):
-        return NOTHING
-    automaton = compile_grammar(Grammar({ROOT: expression}))
+def deterministic(expression: Expression) -> tuple[Machine, int]:
+    """The smallest deterministic automaton of an expression without calls, and a measure of the
+    work that it took. Raises TooLarge.
+    """
+    try:
+        automaton = compile_grammar(Grammar({ROOT: expression}))
+    except NoText:
+        return NOTHING, 1
+    work = 10 * len(automaton.edges) + merge_equal(automaton) // 2
     bytes_of = [automaton.class_of.index(c) for c in range(automaton.num_classes)] + [256]
     # A class is one range of bytes, because classes are cut from 0 to 255 in order.
     edges = tuple(
         tuple((bytes_of[c], bytes_of[c + 1] - 1, target) for c, target in sorted(edges.items()))
         for edges in automaton.edges
     )
-    return Machine(edges, tuple(automaton.is_final))
+    return Machine(edges, tuple(automaton.is_final)), work
 
 
 def opposite(machine: Machine) -> Machine:
@@ -61,26 +101,6 @@ def opposite(machine: Machine) -> Machine:
             start = high + 1
         edges.append(tuple(full))
     return Machine(tuple(edges), (*(not final for final in machine.is_final), True))
-
-
-def product(one: Machine, other: Machine) -> Machine:
-    """Both at once: a pair is final where both states are."""
-    numbers = {(0, 0): 0}
-    pairs, edges, work = [(0, 0)], [], 0
-    while len(edges) < len(pairs):
-        left, right = pairs[len(edges)]
-        found = []
-        for low, high, targets in shared_ranges(one.edges[left], other.edges[right]):
-            if targets not in numbers:
-                numbers[targets] = len(pairs)
-                pairs.append(targets)
-            found.append((low, high, numbers[targets]))
-        edges.append(tuple(found))
-        work += 1 + len(one.edges[left]) + len(other.edges[right])
-        if len(pairs) > MOST_POSITIONS or work > MOST_RANGES:
-            raise TooLarge
-    is_final = tuple(one.is_final[left] and other.is_final[right] for left, right in pairs)
-    return Machine(tuple(edges), is_final)
 
 
 def shared_ranges(one: tuple, other: tuple) -> list[tuple[int, int, tuple[int, int]]]:

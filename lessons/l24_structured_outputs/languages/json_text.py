@@ -164,6 +164,13 @@ def string_of_format(name: str) -> Expression:
     return sequence(text('"'), read_regex(FORMATS[name]), text('"'))
 
 
+def string_without_escapes(low: int = 0, high: int | None = None) -> Expression:
+    """A string of so many characters, each written in one way: escapes only where JSON needs them.
+    Strings of patterns and formats are written so, and texts in one way can be told apart.
+    """
+    return sequence(text('"'), Repeat(in_string(ANY_CHAR), low, high), text('"'))
+
+
 def in_string(part: Expression) -> Expression:
     """The same characters as JSON writes them inside a string."""
     if isinstance(part, Chars):
