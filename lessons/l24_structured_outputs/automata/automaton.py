@@ -45,7 +45,7 @@ class Automaton:
 
     class_of: for each byte its class; bytes of a class are never told apart. edges[position]:
     {class: position}. calls[position]: (rule, position after it). is_final: whether the rule may
-    end there. start: {rule: position}.
+    end there. start: {rule: position}. work: entries of sets that its construction looked at.
     """
 
     class_of: bytes
@@ -54,6 +54,7 @@ class Automaton:
     calls: list[list[tuple[str, int]]]
     is_final: list[bool]
     start: dict[str, int]
+    work: int = 0
 
 
 def compile_grammar(grammar: Grammar) -> Automaton:
@@ -72,6 +73,7 @@ def compile_grammar(grammar: Grammar) -> Automaton:
     subsets = Subsets(nfa, class_of, automaton)
     for name, (start, end) in nfa.ends.items():
         subsets.add_rule(name, start, end)
+    automaton.work = subsets.work
     remove_dead_ends(automaton)
     return automaton
 

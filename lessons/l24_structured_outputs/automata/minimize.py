@@ -11,14 +11,14 @@ from lessons.l24_structured_outputs.automata.automaton import Automaton
 MOST_WORK = 150_000  # edges looked at: about a tenth of a second
 
 
-def merge_equal(automaton: Automaton) -> int:
-    """Make equal positions one, in place. A large automaton, for which this would take too long,
-    stays as it is. Returns how many edges were looked at.
+def merge_equal(automaton: Automaton, most: int = MOST_WORK) -> int:
+    """Make equal positions one, in place. An automaton for which more than `most` edges would be
+    looked at stays as it is. Returns how many were.
     """
     size = sum(1 + len(edges) for edges in automaton.edges)
     group: list[int] = [int(is_final) for is_final in automaton.is_final]
     count = len(set(group))
-    rounds = MOST_WORK // size
+    rounds = most // size
     for n in range(rounds):
         # Two positions stay together if every byte and every call leads them to the same group.
         numbers: dict[tuple, int] = {}

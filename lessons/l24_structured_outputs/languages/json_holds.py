@@ -3,13 +3,13 @@ const, beside other keywords.
 """
 
 import json
-from functools import lru_cache
 
-from lessons.l24_structured_outputs.automata.automaton import compile_grammar
+from lessons.l24_structured_outputs.automata.product import is_read
 from lessons.l24_structured_outputs.languages import json_text as parts
 from lessons.l24_structured_outputs.languages.json_keywords import (
     ANNOTATIONS,
     EXCLUDED,
+    PATTERNS,
     check_values,
     each_of,
     fraction_of,
@@ -17,8 +17,6 @@ from lessons.l24_structured_outputs.languages.json_keywords import (
     not_read,
     wrong,
 )
-from lessons.l24_structured_outputs.languages.syntax import ROOT, Grammar
-from lessons.l24_structured_outputs.matcher import Matcher
 
 MOST_CHECKS = 50_000  # of keywords, for all constants of a schema: about a tenth of a second
 
@@ -40,6 +38,8 @@ def holds(reader, where: str, schema, value) -> bool:
         if name in ANNOTATIONS:
             continue
         reader.checks += len(wanted) if isinstance(wanted, (list, dict)) else 1
+        if name in ("pattern", "format") and isinstance(value, str):
+            reader.checks += len(value)
         if name == "uniqueItems" and isinstance(value, list):
             reader.checks += len(value) ** 2
         if reader.checks > MOST_CHECKS:
@@ -50,13 +50,13 @@ def holds(reader, where: str, schema, value) -> bool:
         else:
             known = any_type(name, wanted, schema, value, fits)
         if known is None and isinstance(value, str):
-            known = of_string(name, wanted, value)
+            known = of_string(reader, name, wanted, value)
         if known is None and is_of_type(value, "number"):
             known = of_number(name, wanted, value)
         if known is None and isinstance(value, list):
             known = of_array(name, wanted, schema, value, fits)
         if known is None and isinstance(value, dict):
-            known = of_object(name, wanted, schema, value, fits)
+            known = of_object(reader, name, wanted, schema, value, fits)
         if known is None and name not in OF_A_TYPE:
             raise not_read(where, name, [], "beside enum or const")
         if known is False:
@@ -73,16 +73,13 @@ def equal(one, other) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
-def fits_text(keyword: str, wanted: str, value: str) -> bool:
+def fits_text(reader, keyword: str, wanted: str, value: str) -> bool:
     """Whether a string fits a pattern or a format."""
-    return matcher_of(keyword, wanted).fits(json.dumps(value, ensure_ascii=False))
-
-
-@lru_cache(maxsize=64)
-def matcher_of(keyword: str, wanted: str) -> Matcher:
-    """Of the strings, as JSON writes them, that fit a pattern or a format."""
-    of = parts.string_of_pattern if keyword == "pattern" else parts.string_of_format
-    return Matcher(compile_grammar(Grammar({ROOT: of(wanted)})))
+    if (keyword, wanted) not in reader.machines:
+        of = parts.string_of_pattern if keyword == "pattern" else parts.string_of_format
+        reader.machines[keyword, wanted] = reader.products.machine_of(of(wanted))
+    data = json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+    return is_read(reader.machines[keyword, wanted], data)
 
 
 # ------------------------------------------------ each: None for a keyword that is not of this kind
@@ -114,7 +111,7 @@ def any_type(name: str, wanted, schema: dict, value, fits) -> bool | None:
     return None
 
 
-def of_string(name: str, wanted, value: str) -> bool | None:
+def of_string(reader, name: str, wanted, value: str) -> bool | None:
     """Keywords about strings."""
     match name:
         case "minLength":
@@ -122,7 +119,7 @@ def of_string(name: str, wanted, value: str) -> bool | None:
         case "maxLength":
             return len(value) <= wanted
         case "pattern" | "format":
-            return all(fits_text(name, each, value) for each in each_of(wanted))
+            return all(fits_text(reader, name, each, value) for each in each_of(wanted))
     return None
 
 
@@ -164,7 +161,7 @@ def of_array(name: str, wanted, schema: dict, value: list, fits) -> bool | None:
     return None
 
 
-def of_object(name: str, wanted, schema: dict, value: dict, fits) -> bool | None:
+def of_object(reader, name: str, wanted, schema: dict, value: dict, fits) -> bool | None:
     """Keywords about objects."""
     match name:
         case "minProperties":
@@ -180,10 +177,15 @@ def of_object(name: str, wanted, schema: dict, value: dict, fits) -> bool | None
                 fits(inner, each)
                 for pattern, inner in wanted.items()
                 for key, each in value.items()
-                if fits_text("pattern", pattern, key)
+                if fits_text(reader, "pattern", pattern, key)
             )
+        case _ if name == PATTERNS:
+            others = {
+                key: each for key, each in value.items() if key not in schema.get("properties", {})
+            }
+            return of_object(reader, "patternProperties", wanted, schema, others, fits)
         case "additionalProperties":
-            others = (each for key, each in value.items() if is_other(schema, key))
+            others = (each for key, each in value.items() if is_other(reader, schema, key))
             return all(fits(wanted, each) for each in others)
         case "propertyNames":
             return all(fits(wanted, key) for key in value)
@@ -194,10 +196,10 @@ def of_object(name: str, wanted, schema: dict, value: dict, fits) -> bool | None
     return None
 
 
-def is_other(schema: dict, key: str) -> bool:
+def is_other(reader, schema: dict, key: str) -> bool:
     """Whether a key is none of the properties, and no pattern is found in it."""
-    patterns = schema.get("patternProperties", {})
-    found = (fits_text("pattern", pattern, key) for pattern in patterns)
+    patterns = {**schema.get("patternProperties", {}), **schema.get(PATTERNS, {})}
+    found = (fits_text(reader, "pattern", pattern, key) for pattern in patterns)
     return key not in schema.get("properties", {}) and not any(found)
 
 

@@ -12,13 +12,19 @@ from lessons.l24_structured_outputs.languages.syntax import MOST_REPEATS
 from lessons.toolbox.model.arguments import is_number, is_whole, shown
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-EXCLUDED = "none of"  # schemas that a plain schema excludes; json_ways.py makes it, no schema may
+# Of plain schemas, see json_ways.py; no schema may have them.
+EXCLUDED = "none of"  # schemas that do not fit
+PATTERNS = "patterns of other keys"  # patternProperties, for keys that are not in properties
+INTERNAL = {EXCLUDED, PATTERNS}
 KEYWORDS = {
     "object": {
         "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
-        "minProperties", "maxProperties",
+        "minProperties", "maxProperties", PATTERNS,
     },
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "array": {
+        "items", "prefixItems", "minItems", "maxItems", "contains", "minContains", "maxContains",
+        "uniqueItems",
+    },
     "string": {"minLength", "maxLength", "pattern", "format", EXCLUDED},
     "integer": {*BOUNDS, "multipleOf", EXCLUDED},
     "number": {*BOUNDS, "multipleOf", EXCLUDED},
@@ -43,7 +49,7 @@ def wrong(where: str, got, accepted: str) -> ValueError:
 
 def not_read(where: str, name: str, types: list[str], why: str = "") -> ValueError:
     """The error of a keyword that is refused by name."""
-    known = sorted(set().union(*(KEYWORDS[kind] for kind in types)))
+    known = sorted(set().union(*(KEYWORDS[kind] for kind in types)) - INTERNAL)
     beside = f" {why}" if why else f" with type {' or '.join(types)}"
     accepted = ", ".join(known) if known else "a schema without it"
     return ValueError(f"json: got {shown(name)} at {shown(where)}{beside}; accepted: {accepted}")
@@ -114,6 +120,7 @@ VALUES: dict[str, tuple[Callable, str]] = {
         lambda value: all(is_exact(each) and each > 0 for each in each_of(value)),
         f"above 0, {NUMBER}",
     ),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
     "type": (is_type, ", ".join(KEYWORDS)),
     "required": (is_list_of_names, NAMES),
     "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),

@@ -12,15 +12,16 @@ from lessons.l24_structured_outputs.languages.json_holds import fits_text, holds
 from lessons.l24_structured_outputs.languages.json_keywords import (
     EXCLUDED,
     KEYWORDS,
+    PATTERNS,
     each_of,
     not_read,
 )
 
-LARGER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
-SMALLER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+LARGER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"}
+SMALLER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
 # A text has to fit them all, and no schema has a name for that: a tuple of their values.
 TOGETHER = {"pattern", "format", "multipleOf", EXCLUDED}
-BY_PARTS = {"properties", "patternProperties", "additionalProperties", "prefixItems", "items"}
+BY_PARTS = {"properties", PATTERNS, "additionalProperties", "prefixItems", "items"}
 
 
 def merged(reader, where: str, one: dict, other: dict) -> dict | None:
@@ -37,7 +38,7 @@ def merged(reader, where: str, one: dict, other: dict) -> dict | None:
             found[name] = one[name] if name in one else other[name]
     if found.get("type") == []:
         return None
-    merge_objects(where, one, other, found)
+    merge_objects(reader, where, one, other, found)
     merge_arrays(one, other, found)
     if "enum" in one or "enum" in other:
         named, beside = (one, other) if "enum" in one else (other, one)
@@ -64,6 +65,8 @@ def merged_value(where: str, name: str, one, other):
         return list(dict.fromkeys((*one, *other)))
     if name == "propertyNames":
         return both(one, other)
+    if name == "uniqueItems":
+        return one or other
     if one != other:
         raise not_read(where, name, [], "with two values")
     return one
@@ -92,14 +95,15 @@ def both(*schemas):
 # ---------------------------------------------------------------- objects and arrays
 
 
-def merge_objects(where: str, one: dict, other: dict, found: dict) -> None:
+def merge_objects(reader, where: str, one: dict, other: dict, found: dict) -> None:
     """Their properties, patterns and other keys, into `found`."""
     names = {**one.get("properties", {}), **other.get("properties", {})}
     if names:
         found["properties"] = {
-            name: both(schema_of_key(one, name), schema_of_key(other, name)) for name in names
+            name: both(schema_of_key(reader, one, name), schema_of_key(reader, other, name))
+            for name in names
         }
-    sides = one.get("patternProperties", {}), other.get("patternProperties", {})
+    sides = one.get(PATTERNS, {}), other.get(PATTERNS, {})
     rest = one.get("additionalProperties", True), other.get("additionalProperties", True)
     if "additionalProperties" in one or "additionalProperties" in other:
         found["additionalProperties"] = both(*rest)
@@ -110,7 +114,7 @@ def merge_objects(where: str, one: dict, other: dict, found: dict) -> None:
         # A key of a pattern that only the first has may fit another of the second, or none.
         if not is_known[n] and sides[1 - n] and rest[1 - n] is not True:
             raise not_read(where, "patternProperties", [], "twice, with additionalProperties")
-    found["patternProperties"] = {
+    found[PATTERNS] = {
         key: both(sides[0].get(key, rest[0]), sides[1].get(key, rest[1]))
         for key in {**sides[0], **sides[1]}
     }
@@ -133,9 +137,14 @@ def schema_of_item(schema: dict, n: int):
     return first[n] if n < len(first) else schema.get("items", True)
 
 
-def schema_of_key(schema: dict, name: str, default=True):
+def schema_of_key(reader, schema: dict, name: str, default=True):
     """What a plain schema says of the value of a key. default: of other keys, if it does not say."""
-    names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    found = [names[name]] if name in names else []
-    found += [v for pattern, v in patterns.items() if fits_text("pattern", pattern, name)]
+    if name in schema.get("properties", {}):
+        return schema["properties"][name]
+    found = by_pattern(reader, schema.get(PATTERNS, {}), name)
     return both(*found) if found else schema.get("additionalProperties", default)
+
+
+def by_pattern(reader, patterns: dict, name: str) -> list:
+    """The schemas whose patterns a key fits."""
+    return [each for key, each in patterns.items() if fits_text(reader, "pattern", key, name)]

@@ -13,29 +13,24 @@ Source: JSON Schema 2020-12, Core and Validation.
 """
 
 import json
-from collections.abc import Iterator
 from urllib.parse import unquote
 
 from lessons.l24_structured_outputs.automata.product import Products
 from lessons.l24_structured_outputs.languages import json_text as parts
+from lessons.l24_structured_outputs.languages.json_arrays import read_array
 from lessons.l24_structured_outputs.languages.json_holds import holds
 from lessons.l24_structured_outputs.languages.json_keywords import (
     ANNOTATIONS,
-    EXCLUDED,
     KEYWORDS,
     check_values,
     not_read,
     types_of,
     wrong,
 )
+from lessons.l24_structured_outputs.languages.json_objects import read_object
 from lessons.l24_structured_outputs.languages.json_overlap import may_overlap
 from lessons.l24_structured_outputs.languages.json_text import Layout
-from lessons.l24_structured_outputs.languages.json_types import (
-    read_array,
-    read_number,
-    read_object,
-    read_string,
-)
+from lessons.l24_structured_outputs.languages.json_types import read_number, read_string
 from lessons.l24_structured_outputs.languages.json_ways import COMBINING, WaysReader, plain_part
 from lessons.l24_structured_outputs.languages.syntax import (
     DEEPEST,
@@ -45,6 +40,7 @@ from lessons.l24_structured_outputs.languages.syntax import (
     Choice,
     Expression,
     Grammar,
+    Machine,
     choice,
 )
 from lessons.toolbox.model.arguments import shown
@@ -99,7 +95,10 @@ class SchemaReader:
         self.rules: dict[str, Expression] = {"char": parts.CHAR}
         self.combined = WaysReader(self)
         self.products = Products()
+        self.machines: dict[tuple[str, str], Machine] = {}  # of patterns and formats
         self.checks = 0  # of constants
+        self.anchors: dict[str, list] = {}
+        find_anchors(self.root, self.anchors)
         self.depth = 0
 
     def grammar(self) -> Grammar:
@@ -126,17 +125,13 @@ class SchemaReader:
         if self.depth > DEEPEST:
             raise wrong(where, "a deeper schema", f"at most {DEEPEST} schemas in one another")
         check_values(where, schema)
-        if EXCLUDED in schema:
-            raise not_read(where, EXCLUDED, [], "in a schema")
         restricting = set(schema) - ANNOTATIONS
-        if not restricting & COMBINING:
-            found = self.plain(where, schema, is_rule)
+        if restricting & COMBINING <= {"enum", "const"}:
+            found = self.plain(where, plain_part(self, where, schema), is_rule)
         elif restricting == {"$ref"}:
             found = self.rule(*self.resolved(where, schema["$ref"]))
         elif restricting in ({"anyOf"}, {"oneOf"}):
             found = self.any_of(where, *restricting, schema)
-        elif restricting & COMBINING <= {"enum", "const"}:
-            found = self.plain(where, plain_part(schema), is_rule)
         else:
             found = self.any_way(where, schema)
         self.depth -= 1
@@ -144,14 +139,26 @@ class SchemaReader:
 
     def plain(self, where: str, schema: dict, is_rule: bool) -> Expression:
         """A schema without keywords that combine others, but for an enum."""
-        if "enum" in schema:
-            return self.one_of(where, schema)
-        types = types_of(schema)
+        self.check_known(where, schema)
+        if "enum" not in schema:
+            return choice(*(self.of_type(where, schema, t, is_rule) for t in types_of(schema)))
+        try:
+            return Choice(tuple(map(parts.literal, self.constants(where, schema))))
+        except (ValueError, OverflowError):
+            raise wrong(where, "a number that JSON has not", "JSON values") from None
+
+    def check_known(self, where: str, schema: dict) -> None:
+        """Raise ValueError for a keyword that is not about a type of the schema."""
+        types = list(KEYWORDS) if "enum" in schema else types_of(schema)
         for name in schema:
-            known = name in ANNOTATIONS or name == "type"
+            known = name in ANNOTATIONS or name in ("type", "enum")
             if not known and not any(name in KEYWORDS[kind] for kind in types):
                 raise not_read(where, name, types)
-        return choice(*(self.of_type(where, schema, t, is_rule) for t in types))
+
+    def constants(self, where: str, schema: dict) -> list:
+        """Those of the values in enum that fit all else that the schema says."""
+        beside = {name: value for name, value in schema.items() if name != "enum"}
+        return [each for each in schema["enum"] if holds(self, where, beside, each)]
 
     # ------------------------------------------------------------ combined
 
@@ -174,15 +181,6 @@ class SchemaReader:
             found = (self.plain(f"({where}, way {n})", way, False) for n, way in enumerate(ways))
             self.rules[name] = choice(*found)
         return Call(name)
-
-    def one_of(self, where: str, schema: dict) -> Expression:
-        """Those of the values in enum that fit all else that the schema says."""
-        beside = {name: value for name, value in schema.items() if name != "enum"}
-        values = [each for each in schema["enum"] if holds(self, where, beside, each)]
-        try:
-            return Choice(tuple(parts.literal(value) for value in values))
-        except (ValueError, OverflowError):
-            raise wrong(where, "a number that JSON has not", "JSON values") from None
 
     def check_apart(self, where: str, schemas: list) -> None:
         """Raise ValueError unless no document fits two of the schemas, because oneOf forbids it."""
@@ -213,7 +211,7 @@ class SchemaReader:
             raise wrong(f"{where}/$ref", reference, accepted)
         schema = self.root
         if reference[1:2] not in ("", "/"):
-            found = list(anchored(schema, reference[1:]))
+            found = self.anchors.get(reference[1:], [])
             if len(found) != 1:
                 raise wrong(f"{where}/$ref", reference, accepted)
             return reference, found[0]
@@ -247,14 +245,14 @@ class SchemaReader:
         return Call(name)
 
 
-def anchored(schema, anchor: str) -> Iterator[dict]:
-    """The schemas inside one, itself included, that have an $anchor."""
+def find_anchors(schema, found: dict[str, list]) -> None:
+    """Collect the schemas inside one, itself included, by their $anchor."""
     if isinstance(schema, dict):
-        if schema.get("$anchor") == anchor:
-            yield schema
+        if isinstance(schema.get("$anchor"), str):
+            found.setdefault(schema["$anchor"], []).append(schema)
         for name, inner in schema.items():
             if name not in ("enum", "const", "default", "examples", "example"):
-                yield from anchored(inner, anchor)
+                find_anchors(inner, found)
     elif isinstance(schema, list):
         for inner in schema:
-            yield from anchored(inner, anchor)
+            find_anchors(inner, found)

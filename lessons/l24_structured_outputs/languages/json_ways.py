@@ -16,14 +16,16 @@ from lessons.l24_structured_outputs.languages.json_holds import equal
 from lessons.l24_structured_outputs.languages.json_keywords import (
     ANNOTATIONS,
     EXCLUDED,
+    INTERNAL,
     KEYWORDS,
+    PATTERNS,
     check_values,
     is_of_type,
     not_read,
     types_of,
     wrong,
 )
-from lessons.l24_structured_outputs.languages.json_merge import merged
+from lessons.l24_structured_outputs.languages.json_merge import both, by_pattern, merged
 from lessons.l24_structured_outputs.languages.syntax import DEEPEST
 
 COMBINING = {
@@ -55,12 +57,10 @@ class WaysReader:
             return [{}] if schema else []
         if not isinstance(schema, dict):
             raise wrong(where, schema, "a schema: an object, true or false")
-        if EXCLUDED in schema:
-            raise not_read(where, EXCLUDED, [], "in a schema")
         check_values(where, schema)
         negations = self.negations
         self.enter(where)
-        found = [plain_part(schema)]
+        found = [plain_part(self.reader, where, schema)]
         for name, options in self.conditions(where, schema):
             found = self.each_with_each(f"{where}/{name}", found, options)
         self.depth -= 1
@@ -106,6 +106,8 @@ class WaysReader:
             self.reader.check_apart(where, schemas)
             return schemas
         except ValueError as error:
+            if len(schemas) > MOST_WAYS:
+                raise
             alone = [
                 {"allOf": [each, *({"not": other} for m, other in enumerate(schemas) if m != n)]}
                 for n, each in enumerate(schemas)
@@ -166,16 +168,29 @@ class WaysReader:
             found += ways
         if "not" in schema:
             found += self.ways(f"{where}/not", schema["not"])
-        for name, value in plain_part(schema).items():
+        for name, value in plain_part(self.reader, where, schema).items():
             found += opposite_of(where, schema, name, value)
         self.depth -= 1
         return found
 
 
-def plain_part(schema: dict) -> dict:
-    """The keywords that combine no schemas, a constant as an enum, types as a list."""
+def plain_part(reader, where: str, schema: dict) -> dict:
+    """The keywords that combine no schemas: a constant as an enum, types as a list, what patterns
+    say of the properties as a part of these.
+    """
+    for name in INTERNAL & set(schema):
+        raise not_read(where, name, [], "in a schema")
     found = {n: v for n, v in schema.items() if n not in COMBINING and n not in ANNOTATIONS}
-    if "contains" not in schema:
+    if "patternProperties" in schema:
+        patterns = found.pop("patternProperties")
+        names = schema.get("properties", {})
+        found[PATTERNS] = patterns
+        found["properties"] = {
+            n: both(v, *by_pattern(reader, patterns, n)) for n, v in names.items()
+        }
+    if "contains" in schema:
+        found.setdefault("minContains", 1)
+    else:  # they say nothing alone
         found = {n: v for n, v in found.items() if n not in ("minContains", "maxContains")}
     if "type" in found:
         found["type"] = types_of(schema)
@@ -226,10 +241,23 @@ def opposite_of(where: str, schema: dict, name: str, value) -> Ways:
         case "pattern" | "multipleOf":
             kind = "string" if name == "pattern" else "number"
             return [{"type": [kind], EXCLUDED: ({name: value},)}]
+        case "prefixItems":
+            return [
+                {"type": ["array"], "prefixItems": [*[True] * n, {"not": inner}], "items": True}
+                | {"minItems": n + 1}
+                for n, inner in enumerate(value)
+            ]
         case "items" if "prefixItems" not in schema:
             return [{"type": ["array"], "contains": {"not": value}}]
-        case "contains" if not {"minContains", "maxContains"} & set(schema):
-            return [{"type": ["array"], "items": {"not": value}}]
+        case "minContains" if value:
+            fewer = {"minContains": 0, "maxContains": value - 1}
+            return [{"type": ["array"], "contains": schema["contains"], **fewer}]
+        case "maxContains":
+            more = {"minContains": value + 1}
+            return [{"type": ["array"], "contains": schema["contains"], **more}]
+        case "contains" | "minContains":
+            return []  # minContains is there, too, and says it all
+    name = "patternProperties" if name == PATTERNS else name
     raise not_read(where, name, [], "inside not, if or oneOf")
 
 
