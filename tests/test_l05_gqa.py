@@ -172,7 +172,6 @@ def test_the_figures_of_records_can_be_read():
     )
     drawn = [
         figures.quality_figure(quality_record, steps),
-        figures.models_figure(traffic.rows(8192, 141 * 10**9)),
         figures.sharing_figure(),
         figures.sharing_figure(64, 32768),
     ]

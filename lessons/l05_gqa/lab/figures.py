@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
 from lessons.l01_roofline.planner.models import find_model
-from lessons.l05_gqa.lab.traffic import MEMORY_SHARE, Row, fitting
-from lessons.toolbox.draw import plotting
+from lessons.l05_gqa.lab.traffic import MEMORY_SHARE, fitting
 from lessons.toolbox.draw.figure import ROLES, ClassFigure, frame, number, save_svg, style
 from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.measure.records import medians, read_json
@@ -133,28 +132,6 @@ def sharing_figure(
     ax.set_ylabel("KV heads")
     ax.set_xlabel(f"GiB of K and V for {context} tokens, lower is better")
     return fig
-
-
-def models_figure(rows: list[Row]) -> ClassFigure:
-    """KiB of cache that a token takes, as each model is and as it would be with a KV head for every
-    query head.
-    """
-    groups = [
-        f"{row.model.name}\n{row.model.num_attention_heads}/{row.model.num_key_value_heads} "
-        f"{row.kind}"
-        for row in rows
-    ]
-    saved = max(row.mha_bytes / row.kv_bytes for row in rows)
-    return plotting.bars(
-        groups,
-        {
-            "as MHA": ("naive", [row.mha_bytes / 1024 for row in rows]),
-            "as it is": ("optimized", [row.kv_bytes / 1024 for row in rows]),
-        },
-        title=f"Sharing KV heads makes a token's cache up to {saved:.0f}x smaller",
-        ylabel="KiB a token, 16 bits",
-        caption="computed from the shapes in config.json",
-    )
 
 
 def main(folder: Path) -> None:

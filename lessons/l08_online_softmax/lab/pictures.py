@@ -136,25 +136,6 @@ def _ancestors(lane: int, row: int) -> list[int]:
     return sorted(lanes)
 
 
-def draw_trees(parts: int = 8) -> ClassFigure:
-    """The merges of a chain and of a tree over the steps in which they can happen."""
-    chain = [(step, step + 1, "chain", f"{step + 2}") for step in range(parts - 1)]
-    lanes: dict[str, list] = {f"tree, lane {n + 1}": [] for n in range(parts // 2)}
-    count, step = parts, 0
-    while count > 1:
-        for n in range(count // 2):
-            lanes[f"tree, lane {n + 1}"].append(
-                (step, step + 1, "tree", f"{parts // (count // 2)}")
-            )
-        count, step = (count + 1) // 2, step + 1
-    return gantt(
-        {"chain": chain, **lanes},
-        title=f"{parts - 1} merges: one after the other, or {step} steps deep",
-        xlabel="step",
-        caption=f"{parts} parts; the number in a bar: parts that it holds · counted, not measured",
-    )
-
-
 @style()
 def draw_online(seen: int = 4, scores: tuple[float, ...] = (0, 1, -1, 3, 2, 3.5, 0.5, 2.5)):
     """The first `seen` scores, their running maximum, and below what each one adds to l: it shrinks
