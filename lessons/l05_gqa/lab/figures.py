@@ -18,8 +18,7 @@ from lessons.toolbox.model.checkpoint import REPOSITORY
 
 ALT = (
     "Held-out loss over KV bytes a token for models/tiny with 6, 3, 2 and 1 KV heads: merging "
-    "raises the loss, most of all to "
-    "one head; a little more training takes most of that back."
+    "raises the loss, most of all to one head; a little more training takes most of that back."
 )
 
 
@@ -39,10 +38,9 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
         f"{trained['points'][0]['loss']:.2f} to {mqa[0]['loss']:.2f}, "
         f"{share:.1%} more training to {mqa[-1]['loss']:.2f}",
         f"models/tiny, {quality['held_out_tokens']} held-out tokens · hollow: as merged, filled: "
-        f"after {share:.1%} of the tokens "
-        f"that it was trained on · step: time of a decode step beside that of 2 heads, "
-        f"{steps['shape']} · "
-        f"{facts.get('cpu', facts['device'])} · {facts['date']}",
+        f"after {share:.1%} of the tokens that it was trained on · step: time of a decode step "
+        f"beside that of 2 heads, {steps['shape']} · {facts.get('cpu', facts['device'])} · "
+        f"{facts['date']}",
         (11, 6.2),
     )
     for label, variant in series.items():

@@ -18,8 +18,7 @@ ROWS, SIZE = 4096, 4096
 PASSES_SVG, LAUNCHES_SVG = (Path(__file__).parent / name for name in ("passes.svg", "launches.svg"))
 PASSES_ALT = (
     "Pairs of bars, bytes moved for each value in bfloat16. RMSNorm: 36 eager, 4 in one kernel. "
-    "Add and RMSNorm: 42 "
-    "and 8. SwiGLU: 10 and 6. QK-norm: 36 and 4. Softmax: 44 and 4."
+    "Add and RMSNorm: 42 and 8. SwiGLU: 10 and 6. QK-norm: 36 and 4. Softmax: 44 and 4."
 )
 LAUNCHES_ALT = (
     "Four rows over microseconds: CPU and GPU, eager and fused, for one decode layer of "

@@ -88,9 +88,8 @@ def draw_butterfly(lane: int = 5) -> ClassFigure:
     """Who trades with whom in each round of warp_merge, and which lanes one of them knows."""
     fig, ax = frame(
         f"{len(DISTANCES)} exchanges, and every lane holds the merge of all {LANES}",
-        f"a row is a moment, a dot a lane; lines: registers traded · dark: what reaches lane "
-        f"{lane} in the end · "
-        "drawn from warp.py",
+        "a row is a moment, a dot a lane; lines: registers traded · dark: what reaches lane "
+        f"{lane} in the end · drawn from warp.py",
         (11, 5.2),
     )
     known = {row: set(_ancestors(lane, row)) for row in range(len(DISTANCES) + 1)}

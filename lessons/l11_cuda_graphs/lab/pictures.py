@@ -39,10 +39,8 @@ BATCHES = [1, 4, 16, 32, 64]
 SHOWN_US = 160.0
 ALT = (
     "Three pairs of rows over the first microseconds of a decode step. Plain and fused: the CPU "
-    "launches without a pause, and "
-    "the GPU runs a short kernel after each launch, then waits for the next. Graph: one launch, "
-    "then the GPU's kernels follow "
-    "each other."
+    "launches without a pause, and the GPU runs a short kernel after each launch, then waits for "
+    "the next. Graph: one launch, then the GPU's kernels follow each other."
 )
 
 

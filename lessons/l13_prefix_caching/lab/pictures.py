@@ -34,8 +34,7 @@ RATES_ALT = (
 )
 CASCADE_ALT = (
     "Counted megabytes of decode attention over the batch: read apart they grow with the batch, "
-    "read "
-    "together they stay near those of the shared prefix until many suffixes join it."
+    "read together they stay near those of the shared prefix until many suffixes join it."
 )
 EXAMPLE = ("AAAABBBBCCCCDD", "AAAABBBBEEEEFFFFG", "AAAABBBBEEEEHH")  # one letter, one token
 

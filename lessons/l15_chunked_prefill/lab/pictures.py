@@ -40,8 +40,7 @@ BUDGET = 2048
 MODEL = "predicted, not measured · Llama-3-8B on an H100, 60 % of its rates, 3 ms a step"
 SPIKE_ALT = (
     "Inter-token latency of a running request over time. With prompts first it is 11 ms, then once "
-    "over a second. With a budget of 2048 tokens it is between 50 and 110 ms during the 17 "
-    "chunks."
+    "over a second. With a budget of 2048 tokens it is between 50 and 110 ms during the 17 chunks."
 )
 TRADE_OFF_ALT = (
     "Median time to first token over the 99th percentile of the inter-token latency, one point for "

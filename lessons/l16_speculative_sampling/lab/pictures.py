@@ -41,13 +41,11 @@ ACCEPTED, REST, LOST = PALETTE[0], PALETTE[1], "white"
 RULE_ALT = (
     "Five words with the probabilities of target and draft as bars. The part that both share is "
     "accepted: 0.7 in all. Where the target has more, the rest is the residual. Where the draft "
-    "has "
-    "more, its surplus is rejected."
+    "has more, its surplus is rejected."
 )
 SPEED_ALT = (
     "The speed-up over the acceptance, for 2, 4 and 8 drafted tokens at c = 0.1. With 8 it is "
-    "below "
-    "1 for poor drafts and the largest for very good ones."
+    "below 1 for poor drafts and the largest for very good ones."
 )
 BATCHES_ALT = (
     "Predicted speed-up of an 8B draft for a 70B target over the batch, for three acceptances: all "

@@ -43,8 +43,7 @@ P = (0.4, 0.3, 0.15, 0.1, 0.05)
 GUESSES = (1, 2)  # dog first, then bird
 TYPICAL_ALT = (
     "Five words with the target's probabilities, and what is emitted if a head guesses dog and "
-    "bird: "
-    "with exact acceptance the same, with typical acceptance always dog."
+    "bird: with exact acceptance the same, with typical acceptance always dog."
 )
 NODES_ALT = (
     "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE, MTP and EAGLE-3 "

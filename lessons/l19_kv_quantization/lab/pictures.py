@@ -50,13 +50,11 @@ PAGE_ALT = (
 )
 FIT_ALT = (
     "Sequences that fit over the context, both axes logarithmic: three parallel falling lines for "
-    "a "
-    "cache of 16 bits, FP8 and INT4, each above the one before."
+    "a cache of 16 bits, FP8 and INT4, each above the one before."
 )
 LOSES_ALT = (
     "How many times shorter a decode step is with an FP8 cache, over the context, for batches of "
-    "1, 8 "
-    "and 32: all begin near 1 at short contexts and approach 1.97."
+    "1, 8 and 32: all begin near 1 at short contexts and approach 1.97."
 )
 OUTLIERS_ALT = (
     "Largest value of each channel, in rising order, before and after SmoothQuant. For the "
@@ -65,9 +63,8 @@ OUTLIERS_ALT = (
 )
 QUALITY_ALT = (
     "KL to the model as it is, by what has a scale of its own, for K, for V and for K with an "
-    "outlier channel. For K a scale for "
-    "each channel loses least, and a channel that was made an outlier changes nothing for it, "
-    "while all other scales lose far more."
+    "outlier channel. For K a scale for each channel loses least, and a channel that was made an "
+    "outlier changes nothing for it, while all other scales lose far more."
 )
 
 # ---------------------------------------------------------------- what the embedded model computes
@@ -187,8 +184,7 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
         f"α = {alpha:g}: largest channel {loud[0]:.0f} → {loud[1]:.1f} times the median, "
         f"INT8 error {errors[0][0]:.1%} → {errors[1][0]:.1%}",
         f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all tokens (with "
-        "one for "
-        f"each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
+        f"one for each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
         (11, 4.8),
         (1, 1),
     )
