@@ -34,14 +34,6 @@ SWEEPS = {  # what each pass is for: (label, what it does)
     "one block": [("all in registers", WRITE)],
     "softmax · V in one pass": [("max, sum, acc", VALUES)],
 }
-ALT = {
-    "passes": "Four ways over a row of nine scores: three passes read it three times, online "
-    "softmax twice, a row that fits into "
-    "registers is read once, and softmax times V is read once without writing probabilities.",
-    "butterfly": "32 lanes in a row, six rows: after exchanges over distances 16, 8, 4, 2 and 1 "
-    "each lane has heard of 2, 4, 8, "
-    "16 and 32 lanes; the ancestors of lane 5 are marked.",
-}
 
 
 @style()
@@ -196,5 +188,5 @@ def draw_overflow(limit: float = 130.0) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_passes(), ROOM / "passes.svg", alt=ALT["passes"])
-    save_svg(draw_butterfly(), ROOM / "butterfly.svg", alt=ALT["butterfly"])
+    save_svg(draw_passes(), ROOM / "passes.svg")
+    save_svg(draw_butterfly(), ROOM / "butterfly.svg")

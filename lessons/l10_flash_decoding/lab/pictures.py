@@ -34,16 +34,6 @@ SPLIT_SIZE = 512  # keys
 MOST_SPLITS = 48  # of the slider
 IDLE = "#F4F4F4"
 HERE = Path(__file__).parent
-SVG, PREDICTED_SVG = HERE / "occupancy.svg", HERE / "predicted.svg"
-ALT = (
-    "Four panels, one row per slot of an H200, time to the right. One split: 8 of 264 slots are "
-    "busy, for 512 microseconds. 4 splits: 32 slots. 32 splits: 256 slots, all done after 56. 36 "
-    "splits: 264 slots, then 24 programs in a second wave."
-)
-PREDICTED_ALT = (
-    "Predicted time of batch-1 decode attention over the context: one program per KV head stays "
-    "far above the floor, splits come close to it from 16k on."
-)
 
 
 @style()
@@ -175,5 +165,5 @@ def draw_predicted() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
-    save_svg(draw_predicted(), PREDICTED_SVG, alt=PREDICTED_ALT)
+    save_svg(draw(), HERE / "occupancy.svg")
+    save_svg(draw_predicted(), HERE / "predicted.svg")

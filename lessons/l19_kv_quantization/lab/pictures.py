@@ -40,9 +40,6 @@ from lessons.toolbox.draw.figure import (
 __all__ = ["draw_fit", "draw_loses", "draw_outliers", "draw_page", "draw_quality", "gain"]
 
 HERE = Path(__file__).parent
-PAGE_SVG, FIT_SVG, LOSES_SVG, OUTLIERS_SVG, QUALITY_SVG = (
-    HERE / f"{name}.svg" for name in ("page", "fit", "loses", "outliers", "quality")
-)
 PAGE_ALT = (
     "Three maps of 32 tokens by 64 channels. The absolute values of K show upright stripes: a few "
     "channels are large for every token. The error with a scale for each token is spread over all "
@@ -253,8 +250,8 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_page(), PAGE_SVG, alt=PAGE_ALT)
-    save_svg(draw_fit(), FIT_SVG, alt=FIT_ALT)
-    save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
-    save_svg(draw_outliers(), OUTLIERS_SVG, alt=OUTLIERS_ALT)
-    save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)
+    save_svg(draw_page(), HERE / "page.svg", alt=PAGE_ALT)
+    save_svg(draw_fit(), HERE / "fit.svg", alt=FIT_ALT)
+    save_svg(draw_loses(), HERE / "loses.svg", alt=LOSES_ALT)
+    save_svg(draw_outliers(), HERE / "outliers.svg", alt=OUTLIERS_ALT)
+    save_svg(draw_quality(), HERE / "quality.svg", alt=QUALITY_ALT)

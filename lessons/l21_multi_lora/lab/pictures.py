@@ -37,7 +37,6 @@ from lessons.toolbox.draw.figure import (
 from lessons.toolbox.measure.hardware import CHIPS
 
 HERE = Path(__file__).parent
-BYTES_SVG, BATCH_SVG, LOSES_SVG = (HERE / f"{name}.svg" for name in ("bytes", "batch", "loses"))
 BYTES_ALT = (
     "Left: bytes of an adapter over its rank for three choices of matrices, rising lines far below "
     "the base model. Right: how many adapters fit beside the base, a falling line, and how many "
@@ -172,6 +171,6 @@ def draw_loses(model: str = "llama-3-8b", batch: int = 64) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_bytes(), BYTES_SVG, alt=BYTES_ALT)
-    save_svg(draw_batch(), BATCH_SVG, alt=BATCH_ALT)
-    save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
+    save_svg(draw_bytes(), HERE / "bytes.svg", alt=BYTES_ALT)
+    save_svg(draw_batch(), HERE / "batch.svg", alt=BATCH_ALT)
+    save_svg(draw_loses(), HERE / "loses.svg", alt=LOSES_ALT)
