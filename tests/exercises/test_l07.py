@@ -86,8 +86,7 @@ def test_rounds_before_the_weight(impl, case, seed):
     share = float((out == naive.rms_norm(residual + x, weight, eps)).float().mean())
     assert share > 0.99, (
         f"{1 - share:.1%} of your values are rounded to a neighbour: round the norm before the "
-        f"weight, "
-        "and norm the sum as it is kept"
+        "weight, and norm the sum as it is kept"
     )
 
 

@@ -252,10 +252,7 @@ answers.slips(
     + out_ptr + column * columns + row
 
     both_swapped: Load and store have changed places: x is read by r · columns + c.
-    - x_ptr + row * columns + column
-    + x_ptr + column * rows + row
-    - out_ptr + column * rows + row
-    + out_ptr + row * columns + column
+    = not_transposed, rows_and_columns_swapped
     """,
 )
 

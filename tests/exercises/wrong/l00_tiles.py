@@ -168,12 +168,7 @@ answers.slips(
     "0.11",
     """
     no_barrier: There is no barrier: a thread reads what another thread may not have written yet.
-    - part[thread] = x[thread];
-    - __syncthreads();
-    + part[thread] = x[thread];
-    - part[thread] += part[thread + half];
-    - __syncthreads();
-    + part[thread] += part[thread + half];
+    = before_the_loop_only, in_the_loop_only
 
     before_the_loop_only: In each step a thread reads what another thread wrote in the step before:
         a barrier a step.

@@ -240,12 +240,7 @@ answers.slips(
     "5.3",
     """
     as_given: All three bugs are there. Work the example by hand.
-    - if ".k_proj." in name or ".v_proj." in name:
-    + if ".k_proj.weight" in name or ".v_proj.weight" in name:
-    - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
-    - converted[name] = heads.mean(1).flatten(0, 1)
-    + heads = weight.view(-1, num_kv_heads, config.head_dim, *weight.shape[1:])
-    + converted[name] = heads.sum(0).flatten(0, 1)
+    = two_bugs_left_bias, biases_forgotten
 
     two_bugs_left_bias: Two bugs are left: which heads form a group, and what they become.
     - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
@@ -254,18 +249,10 @@ answers.slips(
     + converted[name] = heads.sum(0).flatten(0, 1)
 
     two_bugs_left_groups: Two bugs are left: what a group becomes, and the biases.
-    - if ".k_proj." in name or ".v_proj." in name:
-    + if ".k_proj.weight" in name or ".v_proj.weight" in name:
-    - heads.mean(1)
-    + heads.sum(1)
+    = sum_instead_of_mean, biases_forgotten
 
     two_bugs_left_sum: Two bugs are left: which heads form a group, and the biases.
-    - if ".k_proj." in name or ".v_proj." in name:
-    + if ".k_proj.weight" in name or ".v_proj.weight" in name:
-    - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
-    - converted[name] = heads.mean(1).flatten(0, 1)
-    + heads = weight.view(-1, num_kv_heads, config.head_dim, *weight.shape[1:])
-    + converted[name] = heads.mean(0).flatten(0, 1)
+    = heads_by_modulo, biases_forgotten
 
     float32_means: Your means are float32. The checkpoint's dtype stays.
     - return converted, replace

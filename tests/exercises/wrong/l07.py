@@ -202,12 +202,7 @@ answers.slips(
     "7.3",
     """
     as_given: All three bugs are there. Compute the examples by hand.
-    - silu(gate) * up
-    + silu(up) * gate
-    - mean(dim=-1, keepdim=True)
-    + mean(dim=(-2, -1), keepdim=True)
-    - torch.exp(wide - wide.amax(dim=-1, keepdim=True))
-    + torch.exp(wide)
+    = swiglu_left, qk_norm_left, softmax_left
 
     swiglu_left: One bug is left: which half goes through silu?
     - silu(gate) * up
@@ -222,22 +217,13 @@ answers.slips(
     + torch.exp(wide)
 
     swiglu_fixed_alone: Two bugs are left, in qk_norm and softmax.
-    - mean(dim=-1, keepdim=True)
-    + mean(dim=(-2, -1), keepdim=True)
-    - torch.exp(wide - wide.amax(dim=-1, keepdim=True))
-    + torch.exp(wide)
+    = qk_norm_left, softmax_left
 
     qk_norm_fixed_alone: Two bugs are left, in swiglu and softmax.
-    - silu(gate) * up
-    + silu(up) * gate
-    - torch.exp(wide - wide.amax(dim=-1, keepdim=True))
-    + torch.exp(wide)
+    = swiglu_left, softmax_left
 
     softmax_fixed_alone: Two bugs are left, in swiglu and qk_norm.
-    - silu(gate) * up
-    + silu(up) * gate
-    - mean(dim=-1, keepdim=True)
-    + mean(dim=(-2, -1), keepdim=True)
+    = swiglu_left, qk_norm_left
 
     sigmoid: sigmoid(gate) · up is the older GLU; silu(z) = z · sigmoid(z).
     - torch.nn.functional.silu(gate)

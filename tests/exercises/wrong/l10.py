@@ -329,69 +329,22 @@ answers.slips(
     "10.4",
     """
     as_given: More than one bug is left. Work the docstring's example by hand first.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = number_by_the_batch, l_without_m, heads_across, window_per_split
 
     three_left_size_fixed: Begin with the merge: sums relative to different maxima are added. More
         may be wrong.
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = l_without_m, heads_across, window_per_split
 
     three_left_m_fixed: The merge is right. Look at the splits' size, the heads and the window.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = number_by_the_batch, heads_across, window_per_split
 
     three_left_heads_fixed: Begin with the merge: sums relative to different maxima are added. More
         may be wrong.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = number_by_the_batch, l_without_m, window_per_split
 
     three_left_window_fixed: Begin with the merge: sums relative to different maxima are added. More
         may be wrong.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
+    = number_by_the_batch, l_without_m, heads_across
 
     number_by_the_batch: The number of splits depends on the batch. Use split_size.
     - m = torch.full(
