@@ -17,6 +17,7 @@ from tests.exercises.checking import (
     compare_ranks,
     note,
 )
+from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 23.1 the kernel
 
@@ -114,6 +115,11 @@ def test_rows_without_copies(impl, seed):
     inputs, _ = _rows(seed, tokens=6, top_k=2, num_experts=4, size=40, outputs=16)
     because = "read a row of x and an expert where they are stored"
     assert_largest_tensor(6 * 2 * 40, because, impl, **inputs)
+
+
+test_the_kernel_does_it = kernel_does_it(
+    "23.1", lambda seed: _rows(seed, tokens=3, top_k=2, num_experts=3, size=16, outputs=16)[0]
+)
 
 
 # ---------------------------------------------------------------- 23.2 experts on other ranks
