@@ -422,25 +422,49 @@ def rank_by_rank(base, x, a, b, row_slots, ranks, scaling):
 
 @triton.jit
 def adding_kernel(
-    x_ptr, a_ptr, b_ptr, slots_ptr, scaling_ptr, out_ptr, size, num_outputs, max_rank, rank, slot
+    x_ptr,
+    a_ptr,
+    b_ptr,
+    slots_ptr,
+    ranks_ptr,
+    scaling_ptr,
+    out_ptr,
+    size,
+    num_outputs,
+    max_rank,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """A program for each row and output, which adds one rank of one adapter, number by number."""
-    row, n = tl.program_id(0), tl.program_id(1)
-    if tl.load(slots_ptr + row) == slot:
-        h, at = 0.0, slot * max_rank + rank
-        for k in range(0, size):
-            h += tl.load(x_ptr + row * size + k) * tl.load(a_ptr + at * size + k)
-        h *= tl.load(scaling_ptr + slot) * tl.load(b_ptr + at * num_outputs + n)
-        tl.atomic_add(out_ptr + row * num_outputs + n, h)
+    """A program for each row and rank, which adds what this rank gives."""
+    row, rank = tl.program_id(0), tl.program_id(1)
+    slot, k, n = tl.load(slots_ptr + row), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    held = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+    if rank < held:
+        at = slot * max_rank + rank
+        x = tl.load(x_ptr + row * size + k, mask=k < size, other=0.0)
+        h = tl.sum(x * tl.load(a_ptr + at * size + k, mask=k < size, other=0.0), axis=0)
+        b = tl.load(b_ptr + at * num_outputs + n, mask=n < num_outputs, other=0.0)
+        share = h * tl.load(scaling_ptr + slot) * b
+        tl.atomic_add(out_ptr + row * num_outputs + n, share, mask=n < num_outputs)
 
 
 @answers.alternative("21.3")
-def a_launch_for_each_rank(base, x, a, b, row_slots, ranks, scaling):
+def a_program_for_each_rank(base, x, a, b, row_slots, ranks, scaling):
     out = base.clone()
-    for slot, own in enumerate(ranks.tolist()):
-        for rank in range(own):
-            numbers = x.shape[1], out.shape[1], a.shape[1], rank, slot
-            adding_kernel[tuple(out.shape)](x, a, b, row_slots, scaling, out, *numbers)
+    adding_kernel[len(x), a.shape[1]](
+        x,
+        a,
+        b,
+        row_slots,
+        ranks,
+        scaling,
+        out,
+        x.shape[1],
+        out.shape[1],
+        a.shape[1],
+        BLOCK_K=triton.next_power_of_2(x.shape[1]),
+        BLOCK_N=triton.next_power_of_2(out.shape[1]),
+    )
     return out
 
 
