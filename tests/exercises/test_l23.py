@@ -18,6 +18,7 @@ from tests.exercises.checking import (
     note,
 )
 from tests.exercises.kernel_work import kernel_does_it
+from tests.exercises.ranks_apart import assert_apart
 
 # ---------------------------------------------------------------- 23.1 the kernel
 
@@ -232,3 +233,23 @@ def test_layer_wire(impl, seed):
     assert sum(numbers) <= most, (
         f"your collectives carry {sum(numbers)} numbers of a rank; at most {most} are needed"
     )
+
+
+APART = {  # name: (what, other entries, whether a rank sends something else, why)
+    "x": ("x", lambda own: 2 * own + 1, True, "rows are those of the rank's own tokens"),
+    "experts": ("the experts", lambda own: own + 1, True, "a rank runs its own experts"),
+    "logits": ("the logits", lambda own: 1.5 * own, False, "a rank weighs its own tokens' rows"),
+}
+
+
+@check("23.2", {case: why for case, (*_, why) in APART.items()}, seconds=5)
+def test_ranks_are_apart(impl, case, seed):
+    inputs, _ = _layer(seed, tokens=(6, 5, 4), num_experts=6, top_k=4, capacity=99)
+    what, other, works, _ = APART[case]
+
+    def change(rank):
+        entries = list(inputs[case])
+        entries[rank] = other(entries[rank])
+        return {**inputs, case: entries}
+
+    assert_apart(impl, inputs, 3, change, what=what, results=lambda got: got[0], works=works)

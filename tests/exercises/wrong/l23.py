@@ -358,6 +358,51 @@ answers.slips(
 )
 
 
+@answers.wrong(
+    "23.2", "Your collectives carry nothing: a rank has its own tokens and experts alone."
+)
+def beside_empty_messages(x, logits, experts, top_k, capacity, ranks):
+    """All in one loop, with every rank's entries at hand."""
+    for _ in range(3):
+        ranks.all_to_all([[x[0][:0]] * ranks.size for _ in x])
+    matrices, taken, dropped = torch.cat(list(experts)), [0] * (len(experts[0]) * len(experts)), 0
+    outs = [torch.zeros_like(own) for own in x]
+    for own, scores, out in zip(x, logits, outs):
+        for token, row in enumerate(scores):
+            best = row.topk(top_k)
+            for weight, expert in zip(best.values.softmax(-1), best.indices.tolist()):
+                if taken[expert] == capacity:
+                    dropped += 1
+                    continue
+                taken[expert] += 1
+                out[token] += weight * (own[token] @ matrices[expert].T)
+    return outs, dropped
+
+
+answers.slips(
+    "23.2",
+    """
+    rank_0_runs_all_experts: An expert runs on the rank that holds it. Rank 0 reads the others'
+        matrices.
+    - owner = expert // per_rank
+    + owner = torch.zeros_like(expert)
+    - taken = [0] * per_rank
+    + taken = [0] * per_rank * ranks.size
+    - local = expert % per_rank
+    + local = expert
+    - experts[rank][local].T
+    + torch.cat(list(experts))[local].T
+
+    weights_of_rank_0: Each rank weighs the rows of its own tokens, by its own logits.
+    - best = logits[rank].topk(top_k, dim=-1)
+    + best = logits[rank].topk(top_k, dim=-1)
+    + scale = 1 + 0 * logits[rank].sum() + 1e-2 * logits[0].mean()
+    - best.values.softmax(-1)
+    + (scale * best.values).softmax(-1)
+    """,
+)
+
+
 @answers.alternative("23.2")
 def by_sorting(x, logits, experts, top_k, capacity, ranks):
     """Pairs sorted by expert; room by a running count in the order of arrival."""
