@@ -38,8 +38,8 @@ def kernel_does_it(
     once: tuple[str, ...] = (),
     may: tuple[str, ...] = (),
 ) -> Callable:
-    """A check of an exercise, on the inputs make(seed). results: what the kernel has to store whole,
-    from (what was returned, inputs), as {what it is: tensor}; default: what was returned.
+    """A check of an exercise, on the inputs make(seed). results: what the kernel has to store
+    whole, from (what was returned, inputs), as {what it is: tensor}; default: what was returned.
 
     not_loaded: inputs that a right kernel need not load; once: those of which it loads each element
     once; may: operations of PyTorch that the given wrapper has.
@@ -111,8 +111,8 @@ class Watch:
             return
         missing = int((self._touched(x, "store", "atomic") == 0).sum())
         assert not missing, (
-            f"{label}: no kernel stored {missing} of its {x.numel()} elements. The kernel has to do "
-            "the work, not PyTorch beside it"
+            f"{label}: no kernel stored {missing} of its {x.numel()} elements. The kernel has to "
+            "do the work, not PyTorch beside it"
         )
         left = self.after.get(x.untyped_storage().data_ptr())
         if left is None:

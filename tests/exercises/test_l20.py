@@ -102,7 +102,7 @@ def test_attention_work(impl, case, seed):
 
 @check("20.1", {"own": "2 of 4 KV heads each", "copies": "one of 2 KV heads each"}, seconds=5)
 def test_each_rank_has_its_heads(impl, case, seed):
-    """Other weights of a rank's query heads change what this rank adds, and no other rank's part."""
+    """Other weights of a rank's query heads change what this rank adds, and no other part."""
     kv_heads, size = (4, 2) if case == "own" else (2, 4)
     x, weights, _ = _attention(seed, 8, kv_heads)
 
@@ -250,9 +250,11 @@ def test_logits_stay_where_they_are(impl, seed):
 
     follows = []
     for holder in range(size):  # as if the result were that of this rank
+
+        def of_holder(got, holder=holder):
+            return [got if rank == holder else "nothing" for rank in range(size)]
+
         try:
-            # other ranks have nothing at the end
-            of_holder = lambda got, holder=holder: [got if r == holder else 0 for r in range(size)]
             assert_apart(impl, inputs, size, change, what="the logits", results=of_holder)
             return
         except AssertionError as error:

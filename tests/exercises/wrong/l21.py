@@ -438,8 +438,9 @@ def adding_kernel(
     """A program for each row and rank, which adds what this rank gives."""
     row, rank = tl.program_id(0), tl.program_id(1)
     slot, k, n = tl.load(slots_ptr + row), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
-    held = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
-    if rank < held:
+    if slot < 0:
+        return
+    if rank < tl.load(ranks_ptr + slot):
         at = slot * max_rank + rank
         x = tl.load(x_ptr + row * size + k, mask=k < size, other=0.0)
         h = tl.sum(x * tl.load(a_ptr + at * size + k, mask=k < size, other=0.0), axis=0)
