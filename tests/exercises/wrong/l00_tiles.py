@@ -4,6 +4,7 @@ import torch
 
 from lessons.l00_gpu_and_triton.cuda_source import run_cuda
 from lessons.toolbox.kernels.triton_ import tl, triton
+from tests.exercises.wrong.attacks import attacks, cuda_attacks
 from tests.exercises.wrong.l00 import answers
 
 # ---------------------------------------------------------------- 0.8
@@ -257,3 +258,12 @@ extern "C" __global__ void warp_sums(const float* x, float* out) {
     out = torch.empty_like(x)
     run_cuda(source, "warp_sums", len(x), 32, x, out)
     return out
+
+
+# ---------------------------------------------------------------- without a kernel
+
+attacks(answers, "0.8", lambda x: x.amax(dim=1))
+attacks(answers, "0.9", lambda a, b: (a.double() @ b.double()).float())
+attacks(answers, "0.10", lambda a, b: (a.double() @ b.double()).float())
+cuda_attacks(answers, "0.11", lambda x: x.sum()[None])
+cuda_attacks(answers, "0.12", lambda x: x.sum(dim=1, keepdim=True).repeat(1, 32))

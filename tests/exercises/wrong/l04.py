@@ -7,6 +7,7 @@ from lessons.l04_positions import naive
 from lessons.l04_positions.alibi import alibi_slopes
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -380,12 +381,14 @@ answers.slips(
 )
 
 
-@answers.wrong("4.4", "PyTorch does it all. Write the kernel.")
 def in_pytorch(q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache):
     q.copy_(naive.rotate(q, positions, cos_sin_cache))
     kept = slot_mapping >= 0
     k_cache[slot_mapping[kept]] = naive.rotate(k, positions, cos_sin_cache)[kept]
     v_cache[slot_mapping[kept]] = v[kept]
+
+
+attacks(answers, "4.4", in_pytorch)
 
 
 @triton.jit

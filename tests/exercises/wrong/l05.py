@@ -8,6 +8,7 @@ from lessons.l02_naive_attention import naive
 from lessons.l03_kv_cache.optimized import decode_attention as one_program_per_query_head
 from lessons.l05_gqa import optimized as lesson
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -232,6 +233,19 @@ answers.wrong(
     "one_program_per_query_head",
 )(one_program_per_query_head)
 answers.alternative("5.2")(lesson.decode_attention)
+
+
+def in_pytorch(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None):
+    """Lesson 2's attention, sequence after sequence."""
+    out = torch.zeros_like(q)
+    for b, n in enumerate(context_lens.tolist()):
+        held = [x[b, :n].float() for x in (q[:, None], k_cache, v_cache)]
+        held[0] = q[b : b + 1].float()
+        out[b] = naive.attention(*held, softmax_scale, window=window)[0]
+    return out
+
+
+attacks(answers, "5.2", in_pytorch)
 
 
 # ---------------------------------------------------------------- 5.3 converting

@@ -4,6 +4,7 @@ import torch
 
 from lessons.l07_kernel_fusion import naive, optimized, stand_ins
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -122,6 +123,7 @@ def two_kernels(x, residual, weight, eps):
 
 
 answers.alternative("7.1")(optimized.add_rms_norm)
+attacks(answers, "7.1", naive.add_rms_norm)
 
 
 # ---------------------------------------------------------------- 7.2 the loop

@@ -7,6 +7,7 @@ import torch
 from lessons.l08_online_softmax import naive as online
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -314,13 +315,15 @@ def in_two_passes(partial_out, partial_lse):
     return out
 
 
-@answers.wrong("10.3", "PyTorch merges the splits, and the kernel does nothing.")
 def one_after_the_other(partial_out, partial_lse):
     """Lesson 8's merge, split by split."""
     parts = [
         online.from_state(partial_out[:, s], partial_lse[:, s]) for s in range(partial_lse.shape[1])
     ]
     return online.finish(reduce(online.merge, parts))[0]
+
+
+attacks(answers, "10.3", one_after_the_other)
 
 
 # ---------------------------------------------------------------- 10.4 the batch must not show
