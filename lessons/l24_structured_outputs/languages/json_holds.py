@@ -1,5 +1,5 @@
-"""Whether a value fits a schema, by the standard: for values that a schema names itself, in enum and
-const, beside other keywords.
+"""Whether a value fits a schema, by the standard: for values that a schema names itself, in enum
+and const, beside other keywords.
 """
 
 import json

@@ -138,7 +138,7 @@ def schema_of_item(schema: dict, n: int):
 
 
 def schema_of_key(reader, schema: dict, name: str, default=True):
-    """What a plain schema says of the value of a key. default: of other keys, if it does not say."""
+    """What a plain schema says of the value of a key. default: of other keys, if it is silent."""
     if name in schema.get("properties", {}):
         return schema["properties"][name]
     found = by_pattern(reader, schema.get(PATTERNS, {}), name)

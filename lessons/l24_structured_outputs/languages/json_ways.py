@@ -43,7 +43,7 @@ class TooMany(ValueError):
 
 
 class WaysReader:
-    """Finds the ways of schemas. reader: json_schema.py's SchemaReader, which follows references."""
+    """Finds the ways of schemas. reader: a SchemaReader of json_schema.py, for references."""
 
     def __init__(self, reader):
         self.reader = reader
