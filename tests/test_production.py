@@ -1,4 +1,4 @@
-"""What the lessons say of other projects: each file that they name has an entry, and the reverse."""
+"""What the lessons say of other projects: each file named has an entry, and the reverse."""
 
 import json
 import re

@@ -3,8 +3,9 @@
     python -m reference.bench.peers.claims --python .venv-peers/bin/python
 
 `lessons/production.json` has one entry for each file that a lesson names. Its `names` are texts
-that the file must contain; with `gone`, the file may not exist any more. Whether the sentence around them is true, only a reader can say: `read`
-is the day when someone did, `null` if nobody has, and `version` what was read.
+that the file must contain; with `gone`, the file may not exist any more. `read` is the day when
+they were looked up in `version`, `null` if nobody did. That a name is there does not prove the
+sentence around it.
 """
 
 import argparse
