@@ -4,7 +4,7 @@
 
 `lessons/production.json` has one entry for each file that a lesson names. Its `names` are texts
 that the file must contain; with `gone`, the file may not exist any more. `read` is the day when
-they were looked up in `version`, `null` if nobody did. That a name is there does not prove the
+they were looked up in `version`, `null` if not yet. That a name is there does not prove the
 sentence around it.
 """
 
