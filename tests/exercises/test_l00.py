@@ -120,6 +120,10 @@ def test_transpose(impl, case, seed):
 SOFTMAX = {
     "example": (torch.tensor([[1000.0, 1000.0, -1000.0]]), "exp(1000) does not fit float32"),
     "negative": (torch.tensor([[-8.0, -9.0, -10.0]] * 2), "a padding of 0 would be the largest"),
+    "far_below": (
+        torch.tensor([[-2e9, -2e9, -3e9]]),
+        "a padding that is just very small would be the largest",
+    ),
     "full": (torch.linspace(-2, 2, 24).view(3, 8), "three rows that fill their blocks"),
 }
 
@@ -142,6 +146,7 @@ MAXIMUM = {
         lambda x: -x.sort(dim=1).values,
         "the first tile holds the largest; in the tail a padding of 0 would win",
     ),
+    "far_below": (lambda x: -1e30 * x, "a beginning or a padding of -1e9 would win"),
     "largest_last": (lambda x: x.sort(dim=1).values, "the last tile holds it"),
 }
 

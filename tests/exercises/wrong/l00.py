@@ -290,6 +290,10 @@ answers.slips(
     - other=-float("inf")
     + other=0.0
 
+    other_very_small: A row may be smaller still: nothing but minus infinity is below every number.
+    - other=-float("inf")
+    + other=-1e9
+
     no_maximum: exp(1000) is infinite. Subtract the row's maximum first.
     - x - tl.max(x, axis=0)
     + x

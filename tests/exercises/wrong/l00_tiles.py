@@ -16,6 +16,10 @@ answers.slips(
     - tl.full([BLOCK], -float("inf"), tl.float32)
     + tl.zeros([BLOCK], tl.float32)
 
+    begins_at_minus_1e9: A row may be smaller still: only minus infinity is below every number.
+    - tl.full([BLOCK], -float("inf"), tl.float32)
+    + tl.full([BLOCK], -1e9, tl.float32)
+
     other_0: Padding of 0 wins over negative numbers. Which value never wins?
     - other=-float("inf")
     + other=0.0
