@@ -4,7 +4,6 @@
 
 import random
 
-import pytest
 import torch
 
 from lessons.l02_naive_attention.naive import causal_mask
@@ -21,9 +20,6 @@ from tests.exercises.checking import (
     in_wider_memory,
 )
 from tests.exercises.kernel_work import kernel_does_it
-
-# The interpreter's NumPy warns of the NaN that a check puts there on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 # ---------------------------------------------------------------- 9.1 tiles in PyTorch
 
