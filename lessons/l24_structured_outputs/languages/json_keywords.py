@@ -1,5 +1,5 @@
-"""The keywords of JSON Schema that are read: the type that each is about, what its value may be, and
-how others are refused.
+"""The keywords of JSON Schema that are read: the type that each is about, what its value may be,
+and how others are refused.
 """
 
 from collections.abc import Callable
