@@ -8,10 +8,7 @@ import random
 import pytest
 
 from lessons.l24_structured_outputs.automata.automaton import compile_grammar
-from lessons.l24_structured_outputs.lab.testing import (
-    matcher_of,
-    random_text,
-)
+from lessons.l24_structured_outputs.lab.testing import matcher_of, random_text
 from lessons.l24_structured_outputs.languages.json_numbers import digits_between
 from lessons.l24_structured_outputs.languages.json_text import Layout
 from lessons.l24_structured_outputs.languages.syntax import ROOT, Grammar
@@ -129,6 +126,23 @@ KEYS_BY_PATTERN = {
     "patternProperties": {"a": {"type": "integer"}},
     "properties": {"b": {"type": "null"}},
 }
+UNIQUE = {
+    "items": {"anyOf": [{"enum": ["a", 6]}, {"const": "a"}]},
+    "uniqueItems": True,
+}
+TREE_AND_LIST = {  # both refer to themselves, and meet at each depth
+    "$defs": {
+        **TREE["$defs"],
+        "list": {
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"items": {"$ref": "#/$defs/list"}},
+            },
+            "required": ["children"],
+        },
+    },
+    "allOf": [{"$ref": "#/$defs/node"}, {"$ref": "#/$defs/list"}],
+}
 DOCUMENTS = [
     (SCHEMAS[0], {"age": 5, "tags": [3, None]}, True),
     (SCHEMAS[0], {'na"me/~': "日本é\n", "age": -7, "size": -0.5, "tags": [3, "é"]}, True),
@@ -165,6 +179,14 @@ DOCUMENTS = [
     ({"type": "array", "minItems": 2, "maxItems": 3}, [1, 2, 3, 4], False),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 1}, [1], True),
     ({"type": "array", "prefixItems": [{}, {}], "minItems": 2}, [1], False),
+    (UNIQUE, ["a", 6], True),
+    (UNIQUE, ["a", 6, "a"], False),
+    ({"anyOf": [{"const": 0}, {"const": False}], "type": ["boolean", "integer"]}, False, True),
+    (TREE_AND_LIST, {"value": 1, "children": [{"value": 2, "children": []}]}, True),
+    (TREE_AND_LIST, {"value": 1, "children": [{"value": 2}]}, False),
+    (TREE_AND_LIST, {"value": 1, "children": [{"value": None, "children": []}]}, False),
+    ({"type": "number", "multipleOf": 0.01, "minimum": 0}, 0.07, True),
+    ({"type": "number", "multipleOf": 0.01, "minimum": 0}, 0.075, False),
 ]
 
 

@@ -96,7 +96,9 @@ def read_unique(reader, where: str, schema: dict) -> Expression:
     allowed: list[set[int]] = []  # by place, as indices of values
     for n in range(MOST_CONSTANTS + 1):
         found = constants(reader, where, schema_of_item(schema, n))
-        values += [v for v in found if not any(equal(v, known) for known in values)]
+        for value in found:
+            if not any(equal(value, known) for known in values):
+                values.append(value)
         allowed.append({m for m, v in enumerate(values) if any(equal(v, each) for each in found)})
     if len(values) > MOST_CONSTANTS:
         raise not_read(where, "uniqueItems", [], f"with more than {MOST_CONSTANTS} constants")

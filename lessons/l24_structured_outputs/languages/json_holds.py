@@ -65,7 +65,7 @@ def holds(reader, where: str, schema, value) -> bool:
 
 
 def equal(one, other) -> bool:
-    """As JSON values: 1 is 1.0, and true is not 1."""
+    """As JSON values, or schemas: 1 is 1.0, and true is not 1."""
     if isinstance(one, dict) and isinstance(other, dict):
         return set(one) == set(other) and all(equal(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):

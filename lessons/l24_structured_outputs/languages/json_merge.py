@@ -8,7 +8,7 @@ the top is merged: where both say something about one property or item, its sche
 of theirs, which is merged when it is read. So schemas that refer to themselves end.
 """
 
-from lessons.l24_structured_outputs.languages.json_holds import fits_text, holds
+from lessons.l24_structured_outputs.languages.json_holds import equal, fits_text, holds
 from lessons.l24_structured_outputs.languages.json_keywords import (
     EXCLUDED,
     KEYWORDS,
@@ -67,7 +67,7 @@ def merged_value(where: str, name: str, one, other):
         return both(one, other)
     if name == "uniqueItems":
         return one or other
-    if one != other:
+    if not equal(one, other):
         raise not_read(where, name, [], "with two values")
     return one
 
@@ -87,7 +87,7 @@ def both(*schemas):
         for each in schema["allOf"] if is_made and isinstance(schema["allOf"], list) else [schema]:
             if each is False:
                 return False
-            if each is not True and each != {} and each not in flat:
+            if each is not True and each != {} and not any(equal(each, known) for known in flat):
                 flat.append(each)
     return {"allOf": flat} if len(flat) > 1 else flat[0] if flat else True
 
@@ -138,7 +138,7 @@ def schema_of_item(schema: dict, n: int):
 
 
 def schema_of_key(reader, schema: dict, name: str, default=True):
-    """What a plain schema says of the value of a key. default: of other keys, if it is silent."""
+    """What a plain schema says of the value of a key. default: what it says of other keys."""
     if name in schema.get("properties", {}):
         return schema["properties"][name]
     found = by_pattern(reader, schema.get(PATTERNS, {}), name)

@@ -9,6 +9,10 @@ have at most 16 digits on either side of the point, whole ones no point, and an 
 which vLLM uses). A schema without a type has the type that its keywords are about. It never has
 more. So whatever cannot be read is refused by name, and nothing is ignored but annotations.
 
+Schemas that combine others ($ref with something beside it, allOf, anyOf, oneOf, not, if) become a
+choice of plain ones in json_ways.py, which json_merge.py merges two by two. What a document has to
+have in `properties` is asked after the merge, so allOf may spread them over several schemas.
+
 Source: JSON Schema 2020-12, Core and Validation.
 """
 

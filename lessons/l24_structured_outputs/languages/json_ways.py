@@ -43,7 +43,7 @@ class TooMany(ValueError):
 
 
 class WaysReader:
-    """Finds the ways of schemas. reader: a SchemaReader of json_schema.py, for references."""
+    """Finds the ways of schemas. reader: json_schema.py's SchemaReader, which follows $ref."""
 
     def __init__(self, reader):
         self.reader = reader
@@ -137,7 +137,7 @@ class WaysReader:
         for one in some:
             for other in others:
                 way = merged(self.reader, where, one, other)
-                if way is not None and way not in found:
+                if way is not None and not any(equal(way, known) for known in found):
                     found.append(way)
                 if len(found) > MOST_WAYS:
                     accepted = f"at most {MOST_WAYS} in one place"

@@ -1,4 +1,4 @@
-"""What no mask can keep, or not in bounded room, is refused in one line that says where and why."""
+"""Proves that schemas which cannot be masked are refused, in one line and after little work."""
 
 import pytest
 
