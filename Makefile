@@ -14,9 +14,10 @@ SERVE ?= --port 8000
 FILE ?=
 GPU ?=
 COMPARE ?=
+EXPORT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers clients demo serve test test-all check progress lab bench doctor gpu proof profile slides clean
+.PHONY: help setup peers clients demo serve test test-all check progress board lab bench doctor gpu proof profile slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,12 +55,15 @@ test-all: setup ## the same in the long forms: every case, more seeds, every ker
 check: setup ## your exercises, checked: make check LESSON=02 (or one: LESSON=2.1)
 	@$(RUN) -m lessons.toolbox.exercises check $(LESSON)
 
-progress: setup ## the map of the course: what you solved, what is left, how many minutes
-	@$(RUN) -m lessons.toolbox.exercises progress
+progress: setup ## the map of the course: what you solved, what is left, how many minutes (EXPORT=file.csv)
+	@$(RUN) -m lessons.toolbox.exercises progress $(if $(EXPORT),--export $(EXPORT))
 
 # --allow-root, because in a container everybody is root; the address that it prints holds the key
 lab: setup ## JupyterLab on the notebooks (in a container: LAB="--ip 0.0.0.0 --no-browser")
 	@$(RUN) -m jupyterlab --notebook-dir . --allow-root $(LAB)
+
+board: setup ## a kernel of yours, checked and counted, beside your earlier ones (FILE=mine.py; an open task)
+	@$(RUN) -m reference.bench.open_tasks board $(FILE)
 
 bench: setup ## a lesson's benchmark: make bench LESSON=03 (into build/bench, or OUT=folder)
 	@$(RUN) -m lessons.toolbox.measure.bench $(LESSON) $(if $(filter-out file,$(origin OUT)),--out $(OUT))

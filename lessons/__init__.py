@@ -43,9 +43,8 @@ if "TRITON_INTERPRET" not in os.environ and not runs_compiled and not _cuda_is_u
     if "triton" in sys.modules:
         warnings.warn(
             "triton was imported before lessons, too late to switch its interpreter on, and this "
-            "machine has no CUDA "
-            "device: no kernel can run. Put `import lessons` first (transformers imports triton "
-            "too).",
+            "machine has no CUDA device: no kernel can run. Put `import lessons` first "
+            "(transformers imports triton too).",
             RuntimeWarning,
             stacklevel=2,
         )

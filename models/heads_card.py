@@ -34,11 +34,10 @@ def card() -> str:
         training[kind] = facts = config["training"]
         found = counted["kinds"][kind]
         rows.append(
-            f"| `models/tiny-{kind}` | {found['parameters'] / 1e6:.2f} M "
-            f"| {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB "
-            f"| {facts['minutes']} | {facts['tokens_seen'] / 1e6:.2f} M "
-            f"| {found['acceptance'][0][0]:.0%} | {found['greedy']['chain']:.2f} "
-            f"| {found['greedy']['tree']:.2f} |"
+            f"| `models/tiny-{kind}` | {found['parameters'] / 1e6:.2f} M | "
+            f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB | {facts['minutes']} | "
+            f"{facts['tokens_seen'] / 1e6:.2f} M | {found['acceptance'][0][0]:.0%} | "
+            f"{found['greedy']['chain']:.2f} | {found['greedy']['tree']:.2f} |"
         )
     columns = ["folder", "parameters", "weights (bfloat16)", "minutes", "tokens seen"]
     columns += ["first guess right", f"tokens a pass, chain of {DEPTH}"]

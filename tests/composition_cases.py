@@ -159,7 +159,6 @@ ARGUMENTS = {
 # Which say what a token is. What is left may not change one.
 MEANINGS = {*WEIGHTS, "fp8 KV", "int8 KV", "int4 KV", "LoRA", "structured", "n > 1", "beams"}
 MEANINGS |= {"pictures", "MoE", "MLA"}
-PROCESSES = {"tensor parallel", "pipeline parallel", "data parallel"}
 
 
 def family_of(features) -> str:

@@ -202,7 +202,6 @@ class NotIntoTheGraph(DecodeGraphs):
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_replayed_steps_are_given_the_tokens_of_the_pass_before(request):
     if not request.config.getoption("--all"):
         pytest.skip("NOT RUN: interpreted kernels take long, make test-all")

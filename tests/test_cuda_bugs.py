@@ -359,7 +359,6 @@ PAGED_BUGS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where combine is interpreted
 @pytest.mark.parametrize("bug", PAGED_BUGS)
 @pytest.mark.sample(4)
 def test_a_bug_in_paged_decode_is_caught(bug, tmp_path, monkeypatch, seed):

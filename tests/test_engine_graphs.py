@@ -49,8 +49,6 @@ def serve(model, engine):
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 def test_replayed_steps_give_the_same_tokens_and_write_no_padding():
     """The unused slots hold NaN, so a table, a length or a padded row that is wrong shows."""
     model, engine = simulated_engine()
@@ -60,7 +58,6 @@ def test_replayed_steps_give_the_same_tokens_and_write_no_padding():
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_table_that_is_not_copied_in_is_found():
     class Stale(DecodeGraphs):
         def copy_in(self, bucket, inputs, table):
@@ -87,7 +84,6 @@ def test_only_small_decode_steps_are_replayed():
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
     """Newest and drafted tokens, each a sequence of its own inside the graph."""
     model, prompts, limits = new_model(), [[7, 8, 9] * 4, [3, 4] * 4], [9, 7]
@@ -110,7 +106,6 @@ def test_steps_with_drafts_are_replayed_and_give_the_same_tokens():
 
 @needs_triton
 @pytest.mark.sample(1, of="graphs of heads")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
     """Whole trees, cut ones, and sequences of one token, in one graph."""
     model, prompts, limits = new_model(), [[7, 8, 9], [3, 4]], [6, 2]
@@ -139,7 +134,6 @@ def test_steps_with_trees_are_replayed_and_give_the_same_tokens():
 
 @needs_triton
 @pytest.mark.sample(1, of="graphs of heads")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_replayed_step_hands_out_what_eagle_3_reads():
     """Features of three depths, the same as from an eager step."""
     model, found = new_model(), []

@@ -30,7 +30,6 @@ README = re.sub(r"\[([^\]]*)\]\(\.\./GLOSSARY[^)]*\)", r"\1", README)  # terms a
 
 
 # NumPy's, of rows that see no key
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.skipif(
     not interpreting(),
     reason="NOT RUN: counts the loads of the interpreter, and this machine compiles kernels",

@@ -123,7 +123,6 @@ def test_readme_quiz():
     "draw",
     [
         figures.clock_hands,
-        figures.decay_curve,
         figures.alibi_images,
         figures.stretch_plot,
         figures.two_clocks,

@@ -19,6 +19,7 @@ from lessons.l07_kernel_fusion.lab import launches, layer_profile, traffic
 from lessons.l07_kernel_fusion.lab import pictures as picture
 from lessons.l07_kernel_fusion.lab.launches import MODELS, STEPS, schedule
 from lessons.l07_kernel_fusion.lab.traffic import chains
+from lessons.toolbox.draw.figure import alt_of
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.kernels import accesses
 from lessons.toolbox.measure.hardware import lookup
@@ -243,7 +244,8 @@ def test_the_passes_picture_says_what_its_alt_text_says():
         "4 B",
         "4 B",
     ]
-    assert "39 launches" in picture.LAUNCHES_ALT and "issues 22" in picture.LAUNCHES_ALT
+    alt = alt_of(picture.LAUNCHES_SVG)
+    assert "39 launches" in alt and "issues 22" in alt
     lanes = [label.get_text() for label in picture.draw_launches().axes[0].get_yticklabels()]
     assert lanes == [
         "eager, CPU issues 39",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l21_multi_lora import naive
@@ -20,6 +19,7 @@ from lessons.l21_multi_lora.peft.adapters import LayerAdapter
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
+from tests.exercises.checking import Operations
 from tests.test_pages import guide
 
 ROOM = Path(__file__).parents[1] / "lessons/l21_multi_lora"
@@ -126,13 +126,3 @@ def test_the_readme_quotes_the_counts():
         with Operations() as operations:
             form.add_lora(out, rows, weights, batch)
         assert f"runs `{operations.count}`" in README, operations.count
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch operations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))

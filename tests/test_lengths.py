@@ -33,7 +33,6 @@ LONG_FILES = (
     "lessons/l09_flash_attention/test_equivalence.py",
     "lessons/l10_flash_decoding/optimized.py",
     "lessons/l10_flash_decoding/test_equivalence.py",
-    "lessons/toolbox/measure/bench.py",
     "lessons/toolbox/proof/numerics.py",
 )
 LONG_FUNCTIONS = (

@@ -330,7 +330,6 @@ def test_wrong_requests(name, number):
 
 
 @pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("is_stale", [False, True])
 def test_replayed_steps_follow_the_adapters_of_their_rows(is_stale, model, requests, monkeypatch):
     """Kernels interpreted, steps recorded: the grid stays, the adapters of the rows change. Rows

@@ -33,14 +33,6 @@ from lessons.toolbox.proof.numerics import (
     with_canaries,
 )
 
-# NumPy, the interpreter's engine, warns of what is meant: an empty sequence divides 0 by 0, a probe
-# is all NaN.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
-
-
 # ---------------------------------------------------------------- decode_kernel
 
 

@@ -36,8 +36,7 @@ def check_rotate_rows(
     if x.shape[1] * x.stride(1) > MAX_ELEMENTS:  # rotate_kernel counts a token's in 32 bits
         raise ValueError(
             f"x: got heads that are {x.stride(1)} elements apart; accepted: all of a token's "
-            "within "
-            f"{MAX_ELEMENTS}"
+            f"within {MAX_ELEMENTS}"
         )
     _check_head_dim(x.shape[2])
     _check_table(len(x), x.shape[2], positions, cos_sin_cache, last_position, layout)
@@ -148,6 +147,5 @@ def _check_table(
     if num_tokens and not 0 <= last_position < len(cos_sin_cache):
         raise ValueError(
             f"last_position: got {last_position}; accepted: 0 to {len(cos_sin_cache) - 1}, the "
-            "rows "
-            "of cos_sin_cache"
+            "rows of cos_sin_cache"
         )

@@ -58,8 +58,7 @@ def check_query_heads(q: Tensor) -> None:
     if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # because 64 bits would spill
         raise ValueError(
             f"q: got heads that are {q.stride(1)} elements apart; accepted: all of a token's "
-            "within "
-            f"{MAX_ELEMENTS}"
+            f"within {MAX_ELEMENTS}"
         )
 
 

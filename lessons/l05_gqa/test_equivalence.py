@@ -37,13 +37,6 @@ from lessons.toolbox.proof.numerics import (
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: an empty sequence divides 0 by 0, a probe
-# is all NaN.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
-]
 DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpreter
 
 

@@ -26,9 +26,7 @@ from lessons.toolbox.proof.numerics import (
 )
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: an empty sequence divides 0 by 0 and
-# takes the logarithm of 0.
-pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.usefixtures("seed")
 DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpreter
 # ---------------------------------------------------------------- the kernel
 

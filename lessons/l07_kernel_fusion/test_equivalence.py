@@ -37,12 +37,6 @@ from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.proof.numerics import NotEquivalent, draw, prove, with_canaries
 from lessons.toolbox.proof.refusals import assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: a row that holds NaN, the sigmoid of
-# -100.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
-]
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
 EPS = 1e-5
 SIZES = (1, 7, 128, 131, 1023, 1025)  # one value, a prime, powers of two and their neighbours

@@ -43,13 +43,6 @@ from lessons.toolbox.proof.numerics import (
 )
 from lessons.toolbox.proof.refusals import assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: the log of nothing seen, and a row that
-# holds a NaN.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-]
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
 INF = torch.inf
 

@@ -45,13 +45,6 @@ from lessons.toolbox.proof.numerics import (
 )
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of a query without a key, NaN
-# where a test puts one.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
 SMALL = Tiles(16, 16)
 LONG = [] if interpreting() else [1000, 4097]  # on a GPU alone: the interpreter takes 3 ms a tile

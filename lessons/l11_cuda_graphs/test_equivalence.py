@@ -35,13 +35,6 @@ from lessons.l11_cuda_graphs.optimized import CudaGraphs, GraphRunner, bucket_fo
 from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.toolbox.proof.numerics import poison_
 
-# NumPy, the interpreter's engine, warns of what is meant: a row of padding divides 0 by 0.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-]
-
-
 # ---------------------------------------------------------------- captured equals eager
 
 

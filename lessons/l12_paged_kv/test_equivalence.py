@@ -17,15 +17,9 @@ from lessons.toolbox.proof.numerics import (
     assert_same_bits,
     floor_for,
     prove,
-    with_canaries,
 )
+from lessons.toolbox.proof.traps import guarded_empty
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 SMALL = Tiles(16, 16)
 BLOCK_SIZES = [1, 5, 16, 48, 256]
 
@@ -182,23 +176,13 @@ def test_a_fixed_split_size_makes_bits_independent_of_the_batch(seed):
     assert_same_bits(together[:1], alone)
 
 
-def test_nothing_is_written_beside_the_results(seed, monkeypatch):
-    checks = []
-
-    def guarded(*shape, dtype, device):
-        tensor, check = with_canaries(shape, dtype, device, guard=4096)
-        checks.append(check)
-        return tensor
-
+def test_nothing_is_written_beside_the_results(seed):
     step = paged([20, 33], block_size=5, heads=(6, 2, 20, 12), seed=seed).decode
     chunk = paged([20, 33], [20, 5], block_size=5, heads=(6, 2, 20, 12), seed=seed)
-    monkeypatch.setattr(torch, "empty", guarded)
-    results = [paged_decode(*step, num_splits=n) for n in (1, 3)]
-    results.append(paged_prefill(*chunk, tiles=SMALL, max_seqlen_q=20))
-    monkeypatch.undo()
+    with guarded_empty() as checks:
+        results = [paged_decode(*step, num_splits=n) for n in (1, 3)]
+        results.append(paged_prefill(*chunk, tiles=SMALL, max_seqlen_q=20))
     assert len(checks) == 2 + 4 + 1 and all(x.isfinite().all() for x in results)
-    for check in checks:
-        check()
 
 
 @pytest.mark.skipif(

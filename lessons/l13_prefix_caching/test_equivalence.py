@@ -40,12 +40,6 @@ from lessons.toolbox.proof.numerics import (
     prove,
 )
 
-# NumPy, the interpreter's engine, warns of what is meant: an empty split divides 0 by 0.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-]
-
 
 def by_slicing(q, k_prefix, v_prefix, k_suffix, v_suffix, suffix_lens, softmax_scale=None):
     """The definition: lesson 2's attention over the prefix and the rows in use behind it."""

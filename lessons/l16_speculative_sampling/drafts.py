@@ -170,8 +170,7 @@ def check_tokenizers(tokenizer, draft: str) -> None:
         differing = len(set(ours.items()) ^ set(theirs.items()))
         raise ValueError(
             f"draft: got {draft}, whose tokenizer differs from the target's in {differing} "
-            "entries; "
-            f"accepted: a draft with the same tokenizer"
+            "entries; accepted: a draft with the same tokenizer"
         )
 
 

@@ -36,6 +36,5 @@ def check_model(model: Decoder) -> None:
     if config.mla is not None or config.has_score_rules:
         raise ValueError(
             f"model: got a {config.model_type}; accepted: one without latents, soft-caps and "
-            "sinks, "
-            "because their attention knows no trees here"
+            "sinks, because their attention knows no trees here"
         )

@@ -33,14 +33,6 @@ from lessons.toolbox.proof.numerics import (
     prove,
 )
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
-
-
 # ---------------------------------------------------------------- the kernel
 
 

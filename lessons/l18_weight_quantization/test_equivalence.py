@@ -23,11 +23,9 @@ from lessons.toolbox.proof.numerics import (
     draw,
     floor_for,
     prove,
-    with_canaries,
 )
+from lessons.toolbox.proof.traps import guarded_empty
 
-# NumPy, the interpreter's engine, warns of codes that stand for infinity.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 SMALL = Tiles(16, 16, None, 4, 2)
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -201,22 +199,12 @@ def test_whole_numbers_are_multiplied_without_an_error_of_their_own(seed):
         assert torch.equal(out, truth.to(dtype)), dtype
 
 
-def test_nothing_is_written_beside_the_results(seed, monkeypatch):
-    checks = []
-
-    def guarded(*shape, dtype, device):
-        tensor, check = with_canaries(shape, dtype, device, guard=4096)
-        checks.append(check)
-        return tensor
-
+def test_nothing_is_written_beside_the_results(seed):
     weight = matrix("int4, groups of 32", 45, 256, seed)
     x = draw("normal", (19, 256), dtype=torch.float16, seed=seed, device=DEVICE)
-    monkeypatch.setattr(torch, "empty", guarded)
-    results = [matmul(x, weight, tiles=SMALL, num_splits=n) for n in (1, 2)]
-    monkeypatch.undo()
+    with guarded_empty() as checks:
+        results = [matmul(x, weight, tiles=SMALL, num_splits=n) for n in (1, 2)]
     assert len(checks) == 3 and all(out.isfinite().all() for out in results)
-    for check in checks:
-        check()
 
 
 def test_what_the_kernel_does_not_read_is_dequantized(seed):

@@ -31,13 +31,6 @@ from lessons.l19_kv_quantization.optimized import (
 from lessons.toolbox.proof.numerics import Errors, NotEquivalent, assert_same_bits, prove
 from lessons.toolbox.proof.planted import with_bug
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-]
 SMALL = Tiles(16, 16)
 EXACT = Errors(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 

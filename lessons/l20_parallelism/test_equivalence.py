@@ -31,7 +31,6 @@ from lessons.l20_parallelism.processes.ranks import Ranks
 from lessons.l20_parallelism.shards.sharding import local_config
 
 FOUR = [Mesh(tp=4), Mesh(tp=2, pp=2), Mesh(tp=2, dp=2)]
-DENSE = [name for name, config in CONFIGS.items() if config.moe is None]
 WITH_EXPERTS = [name for name, config in CONFIGS.items() if config.moe is not None]
 IN_NAIVE = ["llama", "llama, tied, mlp_bias", "qwen2", "qwen3", "phi3", "mistral"]
 

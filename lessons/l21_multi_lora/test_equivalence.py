@@ -22,11 +22,11 @@ from lessons.toolbox.proof.numerics import (
     NotEquivalent,
     assert_same_bits,
     draw,
-    poison_,
     prove,
     with_canaries,
 )
 from lessons.toolbox.proof.planted import with_bug
+from lessons.toolbox.proof.traps import guarded_empty
 
 SMALL = Tiles(block_k=16, split_k=32, block_n=16, num_warps=4, num_stages=2)
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -164,23 +164,14 @@ def test_most_tiles_is_enough():
         assert len(AdapterBatch.of(row_slots).tiles) <= most_tiles(num_rows, num_slots)
 
 
-def test_nothing_is_written_beside_the_results(seed, monkeypatch):
+def test_nothing_is_written_beside_the_results(seed):
     out, x, weights, batch = problem(ROWS, size=40, seed=seed)
-    checks = []
-
-    def guarded(*shape, dtype, device):
-        tensor, check = with_canaries(shape, dtype, device, guard=4096)
-        checks.append(check)
-        return poison_(tensor)
-
     guarded_out, check_out = with_canaries(out.shape, out.dtype, out.device, guard=4096)
     guarded_out.copy_(out)
-    monkeypatch.setattr(torch, "empty", guarded)
-    optimized.add_lora(guarded_out, x, weights, batch, SMALL)
-    monkeypatch.undo()
+    with guarded_empty() as checks:
+        optimized.add_lora(guarded_out, x, weights, batch, SMALL)
     assert len(checks) == 1 and guarded_out.isfinite().all()
-    for check in (*checks, check_out):
-        check()
+    check_out()
 
 
 # ---------------------------------------------------------------- far in memory

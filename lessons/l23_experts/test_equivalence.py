@@ -29,9 +29,9 @@ from lessons.toolbox.proof.numerics import (
     poison_,
     poisoned,
     prove,
-    with_canaries,
 )
 from lessons.toolbox.proof.planted import with_bug
+from lessons.toolbox.proof.traps import guarded_empty
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"
@@ -182,21 +182,11 @@ def test_a_token_has_the_same_bits_in_any_company(seed):
         assert_same_bits(together[own], small(x[own], weights[own], chosen[own], *stacks))
 
 
-def test_nothing_is_written_beside_the_results(seed, monkeypatch):
+def test_nothing_is_written_beside_the_results(seed):
     inputs = problem(routes(UNEVEN), 4, seed=seed)
-    checks = []
-
-    def guarded(*shape, dtype, device):
-        tensor, check = with_canaries(shape, dtype, device, guard=4096)
-        checks.append(check)
-        return poison_(tensor)
-
-    monkeypatch.setattr(torch, "empty", guarded)
-    out = small(*inputs)
-    monkeypatch.undo()
+    with guarded_empty() as checks:
+        out = small(*inputs)
     assert len(checks) == 5 and out.isfinite().all()
-    for check in checks:
-        check()
 
 
 # ---------------------------------------------------------------- far in memory

@@ -30,8 +30,7 @@ class TooAmbiguous(ValueError):
     def __init__(self):
         super().__init__(
             "the grammar is too ambiguous: this text has too many readings at once; accepted: "
-            "rules "
-            "without several ways to read the same text"
+            "rules without several ways to read the same text"
         )
 
 

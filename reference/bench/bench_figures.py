@@ -127,9 +127,8 @@ def draw_distributions(record: dict) -> ClassFigure:
         chosen["optimized"] = within[-1]
     light, heavy = (points[index]["distribution_ttft_ms"][90] for index in (0, -1))
     fig, axes = frame(
-        f"One of ten first tokens takes {number(light)} ms or more at "
-        f"{number(load_of(points[0]))} {load_name(points)}, {number(heavy)} ms at "
-        f"{number(load_of(points[-1]))}",
+        f"One of ten first tokens takes {number(light)} ms or more at {number(load_of(points[0]))} "
+        f"{load_name(points)}, {number(heavy)} ms at {number(load_of(points[-1]))}",
         foot(record),
         (10, 5.4),
         (1, 1),
@@ -166,8 +165,7 @@ def draw_cost(record: dict) -> ClassFigure:
     cheapest = min(costs)
     title = (
         f"Within the objectives a million tokens cost ${number(paid)}; ${number(cheapest)} is "
-        "reached "
-        "only beyond them"
+        "reached only beyond them"
         if paid is not None and paid > cheapest
         else f"A million tokens cost ${number(cheapest)} at the least"
     )

@@ -54,8 +54,7 @@ def draw_omission(record: dict, foot: str) -> ClassFigure:
     hidden, seen = (100 * counted[name]["share_late"] for name in (SENT, MEANT))
     fig, ax = frame(
         f"A server stopped for {number(stall['stall_s'])} s: {number(hidden)} % of the first "
-        "tokens "
-        f"are late if time counts from the sending, {number(seen)} % for the users",
+        f"tokens are late if time counts from the sending, {number(seen)} % for the users",
         f"{foot} · {number(stall['request_rate'])} requests/s meant to arrive, at most "
         f"{stall['max_concurrency']} at once from this client",
         (10, 5.4),

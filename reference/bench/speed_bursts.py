@@ -85,9 +85,8 @@ def largest_chunk(curve: dict[str, dict[str, float]], most: float = MOST) -> int
 def lines_of(curve: dict[str, dict[str, float]]) -> list[str]:
     """The curve as a table."""
     return [
-        f"{name:<26} {1e3 * found['median_itl_s']:8.2f} ms between tokens, "
-        f"99th percentile {found['p99_over_median']:.1f} times that and "
-        f"{found['p99_over_quiet']:.1f} times a quiet gap; "
-        f"a prompt's first token after {found['burst_ttft_s']:.2f} s"
+        f"{name:<26} {1e3 * found['median_itl_s']:8.2f} ms between tokens, 99th percentile "
+        f"{found['p99_over_median']:.1f} times that and {found['p99_over_quiet']:.1f} times a "
+        f"quiet gap; a prompt's first token after {found['burst_ttft_s']:.2f} s"
         for name, found in curve.items()
     ]

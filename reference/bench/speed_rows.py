@@ -34,7 +34,6 @@ ENGINE = "the engine"
 # transformers' ways to generate
 ALONE, PADDED, CONTINUOUS = PEERS = "one by one", "padded batch", "continuous batching"
 PREFIX = 320  # tokens that all requests of the row "shared" begin with
-MOST_ROUNDS = 5
 ROW_BUDGET_S = 100.0  # of a row: another round begins only if it would end before
 
 

@@ -143,10 +143,8 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"{name:<12} {engine['tokens_per_cpu_s']:6.0f} tokens per CPU second, "
             f"{100 * engine['slower']:.0f} % fewer than without; a mask {masks['a_token_us']:.1f} "
-            "us on "
-            f"average, {masks['new_state_us']:.0f} us in a new state, "
-            f"{masks['every_token_us']:.0f} us "
-            "by trying every token"
+            f"us on average, {masks['new_state_us']:.0f} us in a new state, "
+            f"{masks['every_token_us']:.0f} us by trying every token"
         )
     write_json(args.out / "structured_speed.json", record)
     print(args.out / "structured_speed.json")

@@ -61,8 +61,7 @@ def check_keys(config: dict[str, Any], method: Method, within: str) -> None:
         elif key not in known and value is not None:
             raise ValueError(
                 f"{shown(f'{within}.{key}')} is {shown(value)}, and no reader knows this key; "
-                "remove "
-                f"it if it changes nothing"
+                "remove it if it changes nothing"
             )
 
 

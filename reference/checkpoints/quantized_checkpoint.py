@@ -217,8 +217,7 @@ def rows_of(weight: QuantizedWeight, place: Place, name: str, model: Decoder) ->
         return Float8Weight(weight.values[wanted], scales)
     raise ValueError(
         f"{type(weight).__name__}: got a matrix that holds several of the decoder's; accepted: "
-        "formats "
-        f"with a scale for rows or their groups"
+        "formats with a scale for rows or their groups"
     )
 
 

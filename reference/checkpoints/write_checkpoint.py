@@ -101,8 +101,7 @@ def tensor_names(model: Decoder) -> dict[str, str]:
     if any(count > 1 for count in keys.values()):
         raise CheckpointError(
             f"model_type {model.config.model_type!r} cannot be written: its checkpoints keep "
-            "several "
-            f"matrices in one tensor"
+            "several matrices in one tensor"
         )
     return names
 
@@ -157,8 +156,7 @@ def bits_and_group(weights: list[GroupedInt], form: str) -> tuple[int, int]:
     if len(bits) > 1 or len(sizes) > 1:
         raise ValueError(
             f"format {form}: got bits {sorted(bits)}, group sizes {sorted(sizes)}; accepted: one "
-            "of "
-            f"each for all layers"
+            "of each for all layers"
         )
     return bits.pop(), sizes.pop()
 

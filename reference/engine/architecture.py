@@ -18,10 +18,8 @@ from lessons.toolbox.draw.figure import GREY, SMALL, ClassFigure, frame, save_sv
 HERE = Path(__file__).parent
 ALT = (
     "Requests go from clients through a router and a server to the async engine. Below it, in a "
-    "process "
-    "of its own, runs the engine's loop: the scheduler chooses, the model runner computes, the "
-    "sampler draws, and each "
-    "names its file and the files of the parts that it uses."
+    "process of its own, runs the engine's loop: the scheduler chooses, the model runner computes, "
+    "the sampler draws, and each names its file and the files of the parts that it uses."
 )
 WIDTH, HEIGHT = 3.0, 0.74  # of a box, in units of the axes
 WHITE, PALE, PALER = "#FFFFFF", "#DDE7EE", "#F4F4F4"

@@ -45,10 +45,9 @@ def blocks_that_fit(
     if num_blocks < longest:
         raise ValueError(
             f"max_model_len: got {max_model_len}; accepted: at most "
-            f"{num_blocks * args.block_size}, "
-            f"the tokens that {memory / 1e6:.1f} MB of cache hold, or more memory for it "
-            f"(kv_cache_memory_bytes, gpu_memory_utilization nearer to 1, a smaller "
-            f"max_num_batched_tokens)"
+            f"{num_blocks * args.block_size}, the tokens that {memory / 1e6:.1f} MB of cache hold, "
+            "or more memory for it (kv_cache_memory_bytes, gpu_memory_utilization nearer to 1, a "
+            "smaller max_num_batched_tokens)"
         )
     return min(num_blocks, args.max_num_seqs * longest)
 
@@ -87,10 +86,8 @@ def memory_left(args: EngineArgs, device: torch.device, step: Callable[[], int])
     except torch.OutOfMemoryError:
         raise ValueError(
             f"max_num_batched_tokens: got {args.max_num_batched_tokens}; accepted: fewer, or a "
-            "smaller "
-            "max_model_len, because the GPU has no room for the activations of such a step and "
-            "the "
-            f"cache of one sequence beside the weights"
+            "smaller max_model_len, because the GPU has no room for the activations of such a step "
+            "and the cache of one sequence beside the weights"
         ) from None
     torch.cuda.synchronize(device)
     on_top = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)

@@ -138,8 +138,7 @@ def left_out(config: ModelConfig) -> str | None:
         return None
     return (
         f"not run, because their kernels do not cap scores or add sinks as {config.model_type} "
-        "does: "
-        f"{', '.join(ATTENTION_KERNELS)}; all others attend in PyTorch"
+        f"does: {', '.join(ATTENTION_KERNELS)}; all others attend in PyTorch"
     )
 
 

@@ -31,13 +31,11 @@ ROLE_OF = {
 }
 LATENCY_ALT = (
     "Two panels over the arrival rate, a line for each policy: the 99th percentile of the time to "
-    "first "
-    "token and of the inter-token latency, with the limits of the objective as dashed lines."
+    "first token and of the inter-token latency, with the limits of the objective as dashed lines."
 )
 GOODPUT_ALT = (
     "Requests per second that keep the objective over the number of GPUs, a line for each policy, "
-    "below "
-    "the dashed line of the requests that arrive."
+    "below the dashed line of the requests that arrive."
 )
 
 

@@ -98,8 +98,7 @@ def longest_of(trace: Trace, deployment: Deployment) -> int:
     if longest > held:
         raise ValueError(
             f"--trace: a request of {longest} tokens; accepted: at most {held}, what the cache of "
-            "a "
-            f"replica holds ({deployment.name})"
+            f"a replica holds ({deployment.name})"
         )
     return longest
 

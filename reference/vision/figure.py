@@ -24,11 +24,9 @@ HERE = Path(__file__).parent
 SPLICE_SVG = HERE / "splice.svg"
 ALT = (
     "Left: a picture of 32 x 32 pixels, cut into 16 numbered patches. Right: the 28 tokens of a "
-    "prompt in "
-    "four rows of eight. Tokens 3 to 18 are the rows of the patches, the others are text. Under "
-    "each "
-    "token stands the number by which the prefix cache knows it: a token's id, or a number below "
-    "zero."
+    "prompt in four rows of eight. Tokens 3 to 18 are the rows of the patches, the others are "
+    "text. Under each token stands the number by which the prefix cache knows it: a token's id, or "
+    "a number below zero."
 )
 PROMPT = "# <image>\n# What is it?\n"
 PER_LINE, BLOCK = 8, 16

@@ -82,8 +82,7 @@ class VisionInputs:
             if len(starts) != len(pictures) or found != whole:
                 raise ValueError(
                     f"prompt: got {len(found)} image tokens for {len(pictures)} pictures; "
-                    "accepted: "
-                    f"one for each ({rows} in a row, where they stand for its rows)"
+                    f"accepted: one for each ({rows} in a row, where they stand for its rows)"
                 )
         return expanded, tuple(map(Placed, starts, pictures))
 

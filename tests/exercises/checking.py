@@ -260,7 +260,7 @@ def assert_same_work(because: str, few: Callable[[], Any], many: Callable[[], An
     """Fail if `many` takes more torch operations than `few`: a Python loop over the elements."""
     counts = []
     for function in (few, many):
-        with _Operations() as operations:
+        with Operations() as operations:
             function()
         counts.append(operations.count)
     assert counts[1] <= counts[0], (
@@ -269,7 +269,9 @@ def assert_same_work(because: str, few: Callable[[], Any], many: Callable[[], An
     )
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
+    """Counts torch operations."""
+
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

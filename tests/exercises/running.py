@@ -46,13 +46,13 @@ class Recorder:
     """Stands in for an implementation and keeps what it returned."""
 
     def __init__(self, function: Callable):
-        self._function = function
+        self.bare = function
 
     def __call__(self, *args, **kwargs) -> Any:
-        return note(self._function(*args, **kwargs))
+        return note(self.bare(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
+        return getattr(self.bare, name)
 
 
 def checks_of(entry: Exercise) -> list[Check]:

@@ -12,6 +12,7 @@ import pytest
 
 from lessons.toolbox.exercises import cells
 from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, all_exercises, write_stub
+from lessons.toolbox.exercises.parts import names_of, undecorated
 from lessons.toolbox.exercises.statements import code_of, refresh, statements
 
 LESSONS = sorted({entry.lesson for entry in all_exercises()})
@@ -38,9 +39,9 @@ def entry_of(id: str):
 def solved(entry) -> str:
     """A cell that solves an exercise."""
     text = (SOLUTIONS / entry.file).read_text()
-    names = cells.names_of(entry)
+    names = names_of(entry)
     nodes = [n for n in ast.parse(text).body if getattr(n, "name", None) in names]
-    return "\n\n".join(cells._undecorated(text, node) for node in nodes)
+    return "\n\n".join(undecorated(text, node) for node in nodes)
 
 
 def run(id: str, code: str, capsys, **namespace) -> tuple[list[str], dict]:

@@ -13,6 +13,7 @@ from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.measure.device import default_device, has_gpu
 from tests.exercises.checking import assert_equal, call, check
 from tests.exercises.kernel_film import assert_loads_once, assert_solves
+from tests.exercises.kernel_work import kernel_does_it
 
 DEVICE = default_device()
 
@@ -119,6 +120,10 @@ def test_transpose(impl, case, seed):
 SOFTMAX = {
     "example": (torch.tensor([[1000.0, 1000.0, -1000.0]]), "exp(1000) does not fit float32"),
     "negative": (torch.tensor([[-8.0, -9.0, -10.0]] * 2), "a padding of 0 would be the largest"),
+    "far_below": (
+        torch.tensor([[-2e9, -2e9, -3e9]]),
+        "a padding that is just very small would be the largest",
+    ),
     "full": (torch.linspace(-2, 2, 24).view(3, 8), "three rows that fill their blocks"),
 }
 
@@ -141,6 +146,7 @@ MAXIMUM = {
         lambda x: -x.sort(dim=1).values,
         "the first tile holds the largest; in the tail a padding of 0 would win",
     ),
+    "far_below": (lambda x: -1e30 * x, "a beginning or a padding of -1e9 would win"),
     "largest_last": (lambda x: x.sort(dim=1).values, "the last tile holds it"),
 }
 
@@ -194,10 +200,14 @@ def test_any_product(impl, case, seed):
 # ---------------------------------------------------------------- CUDA C++
 
 
-def assert_sums(impl, x, want, seed):
-    """The same in two orders of the programs; what is found in the compiled code is the message."""
+def not_run_without_nvrtc():
     if not has_gpu() and (reason := nvrtc.why_not_here()):
         pytest.skip(f"NOT RUN: {reason}")
+
+
+def assert_sums(impl, x, want, seed):
+    """The same in two orders of the programs; what is found in the compiled code is the message."""
+    not_run_without_nvrtc()
     for order in (seed, seed + 1):
         ORDER.seed(order)
         try:
@@ -217,3 +227,33 @@ def test_block_sum(impl, seed):
 def test_warp_sums(impl, seed):
     x = random(seed, 2, 32)
     assert_sums(impl, x, x.sum(dim=1, keepdim=True).expand(2, 32), seed)
+
+
+# ---------------------------------------------------------------- the kernel did it
+
+
+def vectors(seed, *sizes):
+    return {name: random(seed + i, n) for i, (name, n) in enumerate(zip("xy", sizes))}
+
+
+def for_cuda(seed, *shape):
+    not_run_without_nvrtc()
+    return dict(x=random(seed, *shape))
+
+
+def two_matrices(seed, rows, inner, columns):
+    return dict(a=random(seed, rows, inner), b=random(seed + 1, inner, columns))
+
+
+test_copy_kernel = kernel_does_it("0.1", lambda seed: vectors(seed, 20))
+test_add_kernel = kernel_does_it("0.2", lambda seed: vectors(seed, 20, 20))
+test_row_sums_kernel = kernel_does_it("0.3", lambda seed: dict(x=random(seed, 2, 5)))
+test_copy_rows_kernel = kernel_does_it("0.4", lambda seed: dict(x=view("transposed", seed)))
+test_outer_kernel = kernel_does_it("0.5", lambda seed: vectors(seed, 3, 10))
+test_transpose_kernel = kernel_does_it("0.6", lambda seed: dict(x=random(seed, 3, 10)))
+test_softmax_kernel = kernel_does_it("0.7", lambda seed: dict(x=random(seed, 2, 5)))
+test_long_row_max_kernel = kernel_does_it("0.8", lambda seed: dict(x=random(seed, 2, 20)))
+test_product_kernel = kernel_does_it("0.9", lambda seed: two_matrices(seed, 16, 32, 16))
+test_any_product_kernel = kernel_does_it("0.10", lambda seed: two_matrices(seed, 3, 5, 17))
+test_block_sum_kernel = kernel_does_it("0.11", lambda seed: for_cuda(seed, 256), once=("x",))
+test_warp_sums_kernel = kernel_does_it("0.12", lambda seed: for_cuda(seed, 2, 32), once=("x",))

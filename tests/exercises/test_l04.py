@@ -14,7 +14,7 @@ from lessons.l04_positions.lab.traffic import eager_bytes
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
 from tests.exercises.checking import assert_equal, call, check, compare, in_wider_memory
-from tests.exercises.kernel_work import by_kernels
+from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 4.1 RoPE from its formula
 
@@ -375,11 +375,13 @@ def test_kernel_in_bfloat16(impl, seed):
     check_kernel(impl, "after_a_cache", seed, torch.bfloat16, atol=1e-5, rtol=2**-7)
 
 
-@check("4.4")
-def test_the_kernel_does_the_work(impl, seed):
-    inputs, *_ = kernel_inputs("fresh_sequence", seed)
-    with by_kernels() as assert_stored:
-        impl(**inputs)
-    for name in ("k_cache", "v_cache"):
-        assert_stored(inputs[name][:4], f"the rows of {name} in slot_mapping")
-    assert_stored(inputs["q"], "q")
+test_the_kernel_does_it = kernel_does_it(
+    "4.4",
+    lambda seed: kernel_inputs("fresh_sequence", seed)[0],
+    results=lambda got, inputs: {
+        "q": inputs["q"],
+        "the rows of k_cache in slot_mapping": inputs["k_cache"][:4],
+        "the rows of v_cache in slot_mapping": inputs["v_cache"][:4],
+    },
+    not_loaded=("k_cache", "v_cache"),
+)

@@ -22,6 +22,7 @@ from tests.exercises.checking import (
     check,
     in_wider_memory,
 )
+from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 5.1 nothing is repeated
 
@@ -285,6 +286,11 @@ def test_kernel_example(impl, seed):
     assert_equal(
         launch(impl, inputs), torch.tensor([6.0, 7.0], device=DEVICE).view(1, 2, 1), atol=1e-5
     )
+
+
+test_the_kernel_does_it = kernel_does_it(
+    "5.2", lambda seed: kernel_inputs(seed, lengths=(20,), heads=4)
+)
 
 
 # ---------------------------------------------------------------- 5.3 converting

@@ -14,6 +14,7 @@ from lessons.toolbox.measure.device import default_device, interpreting
 from lessons.toolbox.measure.passes import total_bytes
 from lessons.toolbox.model.config import ModelConfig
 from tests.exercises.checking import assert_equal, call, check, compare
+from tests.exercises.kernel_work import kernel_does_it
 
 DEVICE = default_device()
 
@@ -86,8 +87,7 @@ def test_rounds_before_the_weight(impl, case, seed):
     share = float((out == naive.rms_norm(residual + x, weight, eps)).float().mean())
     assert share > 0.99, (
         f"{1 - share:.1%} of your values are rounded to a neighbour: round the norm before the "
-        f"weight, "
-        "and norm the sum as it is kept"
+        "weight, and norm the sum as it is kept"
     )
 
 
@@ -131,6 +131,13 @@ def test_example(impl, seed):
     out, kept = add_and_norm(impl, x, residual, torch.tensor([1.0, 10.0], device=DEVICE), 0.0)
     assert_equal(kept, torch.tensor([[3.0, 4.0]], device=DEVICE), label="the residual afterwards")
     assert_equal(out, torch.tensor([[0.848528, 11.313708]], device=DEVICE), atol=1e-5)
+
+
+test_the_kernel_does_it = kernel_does_it(
+    "7.1",
+    lambda seed: dict(zip(("x", "residual", "weight", "eps"), norm_inputs(seed, size=20))),
+    results=lambda got, inputs: {"your result": got, "residual": inputs["residual"]},
+)
 
 
 # ---------------------------------------------------------------- 7.2 the loop

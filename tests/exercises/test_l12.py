@@ -11,6 +11,7 @@ from lessons.l02_naive_attention.naive import attention
 from lessons.l12_paged_kv.blocks import OutOfBlocks
 from lessons.l12_paged_kv.lab.histories import random_history
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
+from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 12.1 predict
 
@@ -245,3 +246,6 @@ def test_nothing_is_gathered(impl, seed):
     inputs |= dict(block_table=block_table, context_lens=torch.tensor([200], dtype=torch.int32))
     got = assert_largest_tensor(9 * 4 * 16, "read the pages where they are", impl, **inputs)
     assert_equal(got, by_gathering(**inputs), atol=2e-5, dtype=torch.float32)
+
+
+test_the_kernel_does_it = kernel_does_it("12.3", lambda seed: pages(seed, [20, 3], 4))

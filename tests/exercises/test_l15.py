@@ -95,6 +95,12 @@ def test_step(impl, case, seed):
 
 
 @check("15.2", seconds=5)
+def test_two_tokens_are_no_decode(impl, seed):
+    inputs = dict(running=[(0, 2), (1, 1)], waiting=[], budget=2, max_num_seqs=2)
+    compare(impl, inputs, want=[(1, 1, True), (0, 1, False)])
+
+
+@check("15.2", seconds=5)
 def test_random_steps(impl, seed):
     draw = random.Random(seed)
     for _ in range(50):

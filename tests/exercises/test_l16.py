@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tests.exercises.checking import check, compare
 
+INF = float("inf")
+
 # ---------------------------------------------------------------- 16.1 predict
 
 
@@ -29,6 +31,7 @@ SPEED_CASES = {  # name: (alpha, count, cost_ratio, why)
     "poor_draft": (0.1, 3, 0.2, "where it loses, no draft is best"),
     "free_draft": (0.6, 5, 0.01, "n-grams cost next to nothing"),
     "no_draft": (0.7, 0, 0.3, "K = 0 is plain decoding"),
+    "equals": (0.0, 2, 0.0, "every count is as fast as plain decoding, and the smallest wins"),
 }
 
 
@@ -119,6 +122,15 @@ def test_rare_tokens_stay(impl, seed):
     compare(impl, dict(p=p, q=p[:1], drafted=[1], u=u), want=[1, 0])
 
 
+@check("16.2", {"lowest": "u is 0", "highest": "u is nearly 1"}, seconds=5)
+def test_impossible_tokens(impl, case, seed):
+    """The target gives token 1 nothing: it neither stays nor is drawn, whatever u is."""
+    p = torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    u = torch.full((2, 2), 0.0 if case == "lowest" else 1 - 1e-9, dtype=torch.float64)
+    compare(impl, dict(p=p, q=q, drafted=[1], u=u), want=[0])
+
+
 # ---------------------------------------------------------------- 16.3 a batch
 
 
@@ -196,3 +208,39 @@ def test_batch_example(impl, seed):
     )
     want = torch.tensor([[0, 0], [0, -1]]), torch.tensor([2, 1])
     compare(impl, inputs, want=want)
+
+
+def one_draft(target, draft, drafted, u, temperature):
+    """A batch of one sequence with one drafted token over two; `target` is the bonus row, too."""
+    return dict(
+        target_logits=torch.tensor([[target, target]], dtype=torch.float64),
+        draft_logits=torch.tensor([[draft]], dtype=torch.float64),
+        temperature=torch.tensor([temperature], dtype=torch.float64),
+        drafted=torch.tensor([[drafted]]),
+        u=torch.full((1, 2, 2), u, dtype=torch.float64),
+        left=torch.tensor([5]),
+    )
+
+
+EDGES = {  # name: (arguments of one_draft, tokens, count, why)
+    "cannot_stay": (([0.0, -INF], [0.0, 0.0], 1, 0.0, 1.0), [0, -1], 1, "0 is not below 0 / q"),
+    "cannot_be_drawn": (
+        ([-INF, 0.0], [0.0, -INF], 0, 0.0, 1.0),
+        [1, -1],
+        1,
+        "a running sum of 0 does not exceed 0",
+    ),
+    "greedy_and_close": (
+        ([1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-7], 1, 0.25, 0.0),
+        [1, 1],
+        2,
+        "greedy takes the largest logit, however near the next one is",
+    ),
+}
+
+
+@check("16.3", {case: why for case, (*_, why) in EDGES.items()}, seconds=5)
+def test_edges_of_a_draw(impl, case, seed):
+    arguments, tokens, count, _ = EDGES[case]
+    want = torch.tensor([tokens]), torch.tensor([count])
+    compare(impl, one_draft(*arguments), want=want)

@@ -16,6 +16,7 @@ from tests.exercises.checking import (
     note,
 )
 from tests.exercises.kernel_film import assert_loads_once, assert_solves
+from tests.exercises.kernel_work import kernel_does_it
 
 CLEAR_OF_A_TIE = 1e-6
 
@@ -415,3 +416,6 @@ def test_gemv(impl, case, seed):
     want = multiplied(**inputs).float()
     film = assert_solves(impl, inputs, want, atol=2e-4)
     assert_loads_once(film, inputs["packed"], "packed")
+
+
+test_the_kernel_does_it = kernel_does_it("18.4", lambda seed: gemv_for(seed, N=11))

@@ -18,6 +18,7 @@ from tests.exercises.checking import (
     check,
     compare,
 )
+from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 19.1 predict
 
@@ -477,3 +478,6 @@ def test_nothing_is_unpacked_outside(impl, seed):
     values = 2 * inputs["k_cache"].numel()
     got = assert_largest_tensor(values, "unpack what a tile needs, in the hook", impl, **inputs)
     assert_equal(got, by_definition(**inputs), atol=5e-5, rtol=1e-4, dtype=torch.float32)
+
+
+test_the_kernel_does_it = kernel_does_it("19.4", lambda seed: four_bits(seed, [7, 2], 4))

@@ -18,6 +18,7 @@ from tests.exercises.checking import (
     compare_ranks,
     note,
 )
+from tests.exercises.ranks_apart import assert_apart
 
 INF, NAN = math.inf, math.nan
 
@@ -97,6 +98,23 @@ def test_attention_work(impl, case, seed):
         f"your ranks together compute {used} FLOPs, and {most} are enough: does a rank repeat what "
         "another rank does?"
     )
+
+
+@check("20.1", {"own": "2 of 4 KV heads each", "copies": "one of 2 KV heads each"}, seconds=5)
+def test_each_rank_has_its_heads(impl, case, seed):
+    """Other weights of a rank's query heads change what this rank adds, and no other part."""
+    kv_heads, size = (4, 2) if case == "own" else (2, 4)
+    x, weights, _ = _attention(seed, 8, kv_heads)
+
+    def change(rank):
+        rows = slice(rank * 8 // size * 4, (rank + 1) * 8 // size * 4)
+        q_proj, o_proj = weights.q_proj.clone(), weights.o_proj.clone()
+        q_proj[rows] *= -3
+        o_proj[:, rows] *= 2
+        return dict(inputs, weights=weights._replace(q_proj=q_proj, o_proj=o_proj))
+
+    inputs = dict(x=x, weights=weights, head_dim=4)
+    assert_apart(impl, inputs, size, change, what="the weights of the query heads")
 
 
 class Products(TorchDispatchMode):
@@ -217,3 +235,28 @@ def test_greedy_example(impl, seed):
     logits = [torch.zeros(1, 2), torch.tensor([[math.log(2), 9.0]])]
     got = call(impl, dict(local_logits=logits, vocab_size=3, ranks=Ranks(2)))
     compare_greedy(got, (torch.tensor([2]), torch.tensor([-math.log(2)])))
+
+
+@check("20.2", seconds=5)
+def test_logits_stay_where_they_are(impl, seed):
+    """The result is that of one rank, so one rank's own logits may be in it."""
+    size = 3
+    inputs = dict(local_logits=drawn(seed, size, 4, 12), vocab_size=12)
+
+    def change(rank):
+        own = [logits.clone() for logits in inputs["local_logits"]]
+        own[rank] = own[rank].flip(-1) - 2
+        return dict(inputs, local_logits=own)
+
+    follows = []
+    for holder in range(size):  # as if the result were that of this rank
+
+        def of_holder(got, holder=holder):
+            return [got if rank == holder else "nothing" for rank in range(size)]
+
+        try:
+            assert_apart(impl, inputs, size, change, what="the logits", results=of_holder)
+            return
+        except AssertionError as error:
+            follows.append(error)
+    raise follows[0]

@@ -16,6 +16,7 @@ from tests.exercises.checking import (
     compare,
     note,
 )
+from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 21.1 predict
 
@@ -263,6 +264,14 @@ def test_rows_without_copies(impl, seed):
     inputs, _ = _rows(seed, (0, 1) * 6, (8, 8), size=16, outputs=16)
     because = "read the adapter of a row where it is"
     assert_largest_tensor(12 * 8 * 16, because, impl, **inputs)
+
+
+test_the_kernel_does_it = kernel_does_it(
+    "21.3",
+    lambda seed: _rows(seed, row_slots=(1, 0), ranks=(2, 3), size=16, outputs=16)[0],
+    not_loaded=("base",),  # the wrapper's copy of it is
+    may=("clone",),
+)
 
 
 # ---------------------------------------------------------------- 21.4 slots and prefixes

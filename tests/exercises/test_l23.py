@@ -17,6 +17,8 @@ from tests.exercises.checking import (
     compare_ranks,
     note,
 )
+from tests.exercises.kernel_work import kernel_does_it
+from tests.exercises.ranks_apart import assert_apart
 
 # ---------------------------------------------------------------- 23.1 the kernel
 
@@ -114,6 +116,11 @@ def test_rows_without_copies(impl, seed):
     inputs, _ = _rows(seed, tokens=6, top_k=2, num_experts=4, size=40, outputs=16)
     because = "read a row of x and an expert where they are stored"
     assert_largest_tensor(6 * 2 * 40, because, impl, **inputs)
+
+
+test_the_kernel_does_it = kernel_does_it(
+    "23.1", lambda seed: _rows(seed, tokens=3, top_k=2, num_experts=3, size=16, outputs=16)[0]
+)
 
 
 # ---------------------------------------------------------------- 23.2 experts on other ranks
@@ -226,3 +233,23 @@ def test_layer_wire(impl, seed):
     assert sum(numbers) <= most, (
         f"your collectives carry {sum(numbers)} numbers of a rank; at most {most} are needed"
     )
+
+
+APART = {  # name: (what, other entries, whether a rank sends something else, why)
+    "x": ("x", lambda own: 2 * own + 1, True, "rows are those of the rank's own tokens"),
+    "experts": ("the experts", lambda own: own + 1, True, "a rank runs its own experts"),
+    "logits": ("the logits", lambda own: 1.5 * own, False, "a rank weighs its own tokens' rows"),
+}
+
+
+@check("23.2", {case: why for case, (*_, why) in APART.items()}, seconds=5)
+def test_ranks_are_apart(impl, case, seed):
+    inputs, _ = _layer(seed, tokens=(6, 5, 4), num_experts=6, top_k=4, capacity=99)
+    what, other, works, _ = APART[case]
+
+    def change(rank):
+        entries = list(inputs[case])
+        entries[rank] = other(entries[rank])
+        return {**inputs, case: entries}
+
+    assert_apart(impl, inputs, 3, change, what=what, results=lambda got: got[0], works=works)

@@ -2,6 +2,7 @@
 stands in for a lesson's part.
 """
 
+import csv
 import json
 import re
 import subprocess
@@ -9,12 +10,14 @@ import sys
 from collections import namedtuple
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from math import inf, nan
 from pathlib import Path
 
 import pytest
 import torch
 
+from lessons.toolbox.exercises import progress as exercise_progress
 from lessons.toolbox.exercises import report as exercise_report
 from lessons.toolbox.exercises.__main__ import main
 from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, ExerciseError, all_exercises
@@ -410,8 +413,8 @@ def test_memory_guard():
 
 def test_check_and_progress(mine, capsys, monkeypatch, tmp_path):
     """PASS is remembered for the code that passed, and for no other."""
-    monkeypatch.setattr(exercise_report, "PROGRESS_FILE", tmp_path / "build" / "progress.json")
-    monkeypatch.setattr(exercise_report, "EXERCISES", mine(folder="solved"))
+    monkeypatch.setattr(exercise_progress, "PROGRESS_FILE", tmp_path / "build" / "progress.json")
+    monkeypatch.setattr(exercise_progress, "EXERCISES", mine(folder="solved"))
     (entry,) = all_exercises("2.4")
     outcomes = {"PASS": True, "NOT RUN": True, "TODO": False, "FAIL": False}
     for status, good in outcomes.items():
@@ -421,20 +424,39 @@ def test_check_and_progress(mine, capsys, monkeypatch, tmp_path):
         ]
         monkeypatch.setattr(exercise_report, "_records", lambda *args, records=records: records)
         assert exercise_report.run_checks("2.4") is good
-        assert exercise_report.status_now(entry) == status
+        assert exercise_progress.status_now(entry) == status
         text = capsys.readouterr().out
         assert status in text and ("because [of] this" in text) == (status in ("FAIL", "NOT RUN"))
-    exercise_report.print_progress()
+    exercise_progress.print_progress()
     assert "✗ 2.4" in capsys.readouterr().out
     spoiled = mine(("math.isqrt", "1 + math.isqrt"), folder="spoiled")
-    monkeypatch.setattr(exercise_report, "EXERCISES", spoiled)
-    assert exercise_report.status_now(entry) == "CHANGED"
+    monkeypatch.setattr(exercise_progress, "EXERCISES", spoiled)
+    assert exercise_progress.status_now(entry) == "CHANGED"
+    exercise_progress.export_progress(tmp_path / "progress.csv")
+    rows = list(csv.DictReader((tmp_path / "progress.csv").open()))
+    (row,) = (row for row in rows if row["exercise"] == "2.4")
+    assert len(rows) == len(all_exercises()) and row["status"] == "CHANGED"
+    # a first pass stays, and an untouched stub is no attempt
+    assert row["first passed"] == date.today().isoformat() and row["checks"] == "3"
+
+
+def test_what_an_earlier_version_remembered_is_read(tmp_path, monkeypatch):
+    """And a file that is none loses nothing but itself."""
+    file = tmp_path / "progress.json"
+    monkeypatch.setattr(exercise_progress, "PROGRESS_FILE", file)
+    file.write_text('{"2.4": ["PASS", "abc"], "2.1": {"status": "FAIL", "code": "x", "checks": 2}}')
+    found = exercise_progress.remembered()
+    assert (found["2.4"].status, found["2.4"].code) == ("PASS", "abc")
+    assert found["2.1"].checks == 2
+    for text in ("{", "[1]", '{"2.4": {"other": 1}}'):
+        file.write_text(text)
+        assert exercise_progress.remembered() == {}
 
 
 def test_fingerprint_knows_whose_code_changed(mine, monkeypatch):
     def fingerprints(folder):
-        monkeypatch.setattr(exercise_report, "EXERCISES", folder)
-        return [exercise_report.fingerprint(entry) for entry in LESSON[:2]]
+        monkeypatch.setattr(exercise_progress, "EXERCISES", folder)
+        return [exercise_progress.fingerprint(entry) for entry in LESSON[:2]]
 
     first, second = fingerprints(mine(folder="solved"))
     commented = mine(("    group = num_heads", "    # why\n    group  = num_heads"), folder="same")
@@ -442,6 +464,19 @@ def test_fingerprint_knows_whose_code_changed(mine, monkeypatch):
     changed = fingerprints(mine(("    group = num_heads", "    group = 1 * num_heads"), folder="x"))
     assert changed[0] != first and changed[1] == second
     assert fingerprints(mine(("import math", "import math as"), folder="y")) == ["", ""]
+
+
+def test_a_neighbours_kernel_does_not_count(tmp_path, monkeypatch):
+    """It has no decorator: what an exercise asks for is more than the function that it names."""
+    entries = {entry.id: entry for entry in all_exercises("12")}
+    text = (SOLUTIONS / entries["12.1"].file).read_text()
+    monkeypatch.setattr(exercise_progress, "EXERCISES", tmp_path)
+    found = []
+    for code in (text, text.replace("column = tl.arange(0, BLOCK_D)", "column = tl.arange(0, 8)")):
+        (tmp_path / entries["12.1"].file).write_text(code)
+        found.append([exercise_progress.fingerprint(entry) for entry in entries.values()])
+    (first, second, third), (same, equal, changed) = found
+    assert (first, second) == (same, equal) and third != changed
 
 
 @pytest.mark.sample(3, of="processes")

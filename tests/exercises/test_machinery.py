@@ -133,6 +133,7 @@ def test_stub_keeps_imports_and_docstrings(solution, tmp_path):
         ("- no such line\n+ one", "slip 'rotten' of exercise 4.3: found 0 times"),
         ("- num_kv_heads\n+ num_heads", "slip 'rotten' of exercise 4.3: found .* times"),
         ("", "these slips change nothing: .'rotten'"),
+        ("= other", "slip 'rotten' has the parts {'other'}; accepted: set"),
     ],
 )
 def test_a_slip_that_does_not_fit_its_solution(changes, message):
@@ -150,6 +151,30 @@ def test_a_slip_is_the_solution_with_its_changes():
     right = load_exercise(SOLUTIONS, entry)(1, 1, 2, torch.float16)
     assert answer.function(1, 1, 2, torch.float16) == tuple(2 * value for value in right)
     assert (answer.name, answer.hint) == ("twice", "a hint of two lines")
+
+
+def test_a_slip_of_parts_has_the_changes_of_all():
+    """Wherever in the text they are; a part keeps its own."""
+    answers = Answers()
+    answers.slips(
+        "4.3",
+        """
+        all: every bug
+        = twice, swapped
+
+        twice: a hint
+        - dtype.itemsize
+        + 2 * dtype.itemsize
+
+        swapped: a hint
+        - return
+        + return -1,
+        """,
+    )
+    every, twice, swapped = (answer.function for answer in answers.wrong_for("4.3"))
+    given = 1, 1, 2, torch.float16
+    doubled = twice(*given)
+    assert every(*given) == (-1, *doubled) != doubled and swapped(*given)[0] == -1
 
 
 # ---------------------------------------------------------------- generating

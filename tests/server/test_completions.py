@@ -162,12 +162,12 @@ def test_forms_of_an_answer(live):
     assert "['guided_regex', 'guided_choice']" in refusal.text
 
 
-TOOL = {"name": "f", "parameters": {"not": {}}}
+TOOL = {"name": "f", "parameters": {"uniqueItems": True}}
 MESSAGES = [{"role": "user", "content": "x"}]
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"uniqueItems": True}}}
 WRONG = [
     ("/v1/completions", dict(guided_regex="(a"), "guided_regex: got '(a'"),
-    ("/v1/completions", dict(guided_json={"not": {}}), "guided_json: got 'not'"),
+    ("/v1/completions", dict(guided_json={"uniqueItems": True}), "guided_json: got 'uniqueItems'"),
     ("/v1/completions", dict(guided_json={"pattern": "("}), "guided_json: pattern"),
     ("/v1/completions", dict(structured_outputs=dict(regex="(a")), "structured_outputs.regex: got"),
     (
@@ -175,16 +175,16 @@ WRONG = [
         dict(guided_json={}, guided_whitespace_pattern="("),
         "guided_whitespace_pattern: got",
     ),
-    ("/v1/chat/completions", dict(response_format=SCHEMA), "response_format: got 'not'"),
+    ("/v1/chat/completions", dict(response_format=SCHEMA), "response_format: got 'uniqueItems'"),
     (
         "/v1/chat/completions",
         dict(tools=[{"type": "function", "function": TOOL}], tool_choice="required"),
-        "tools: got 'not'",
+        "tools: got 'uniqueItems'",
     ),
     (
         "/v1/responses",
-        dict(text={"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}),
-        "text.format: got 'not'",
+        dict(text={"format": {"type": "json_schema"} | SCHEMA["json_schema"]}),
+        "text.format: got 'uniqueItems'",
     ),
     ("/generate", dict(parameters=dict(grammar=dict(type="regex", value="(a"))), "grammar: got"),
 ]

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 import lessons as course
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.measure import bench, records, timing
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, compiled, needs
 
 RECORDED = Path(__file__).resolve().parents[2] / "results" / "cpu"
 LESSON = """
@@ -442,6 +442,34 @@ def test_a_message_that_was_not_measured_is_not_stated(scripted_clock):
     assert records.title_of(beside) == "1.0x"
     with pytest.raises(ValueError, match=r"nothing to draw; not run \(no GPU here\): b"):
         records.figure_of(measured({"b": absent}))
+
+
+def test_a_provider_without_its_package_or_a_compiler_is_not_run(scripted_clock, monkeypatch):
+    def peer(x):
+        with needs("a-package"):
+            import a_package_of_no_one  # noqa: F401
+        return rows(x)
+
+    def without_a_compiler(function, dynamic):
+        def run(x):
+            raise RuntimeError("no g++\nand why")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", without_a_compiler)
+    record = measured({"rows": rows, "peer": peer, "compiled": compiled(torch.sum)})
+    reasons = {label: s["points"][0].get("reason") for label, s in record["series"].items()}
+    assert reasons == {
+        "rows": None,
+        "peer": "needs a-package",
+        "compiled": "torch.compile: RuntimeError: no g++",
+    }
+    assert statuses(record)["peer"] == statuses(record)["compiled"] == ["not run"] * 2
+
+
+def test_what_is_compiled_is_what_is_timed(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda x: 2 * function(x))
+    assert compiled(torch.sum)(torch.ones(3))() == 6
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -2,9 +2,12 @@
 flagged; files reproducible.
 """
 
+import ast
 import itertools
 import random
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -15,6 +18,7 @@ from matplotlib.text import Text
 from lessons.toolbox.draw import figure, plotting
 from lessons.toolbox.draw.plotting import ROLES
 
+PICTURES = sorted((Path(__file__).resolve().parents[2] / "lessons").glob("l*/lab/*.svg"))
 MACHINE = {
     "device": "NVIDIA H200",
     "torch": "2.11.0",
@@ -382,6 +386,27 @@ def test_save_writes_both_files_whole_with_alt_and_reproducibly(tmp_path):
         first[1].read_bytes() == again[1].read_bytes()
         and first[0].read_bytes() == again[0].read_bytes()
     )
+
+
+def test_a_picture_takes_its_alt_text_from_the_page_that_shows_it(tmp_path, capsys):
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "README.md").write_text("![Others rise](lab/other.svg) ![It rises](lab/one.svg)")
+    figure.save_svg(line_plot(), tmp_path / "lab/one.svg")
+    assert "<title>It rises</title>" in (tmp_path / "lab/one.svg").read_text()
+    figure.save_svg(line_plot(), tmp_path / "lab/one.svg", alt="More of it")
+    assert "<title>More of it</title>" in (tmp_path / "lab/one.svg").read_text()
+    assert capsys.readouterr().out == "one.svg\n" * 2
+    with pytest.raises(ValueError, match=r"alt of two\.svg is None; accepted: a text"):
+        figure.save_svg(line_plot(), tmp_path / "lab/two.svg")
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: f"{path.parts[-3][:3]} {path.stem}")
+@pytest.mark.sample(10)
+def test_a_committed_picture_is_called_what_its_page_says_or_its_program(path):
+    title = ElementTree.parse(path).find("{http://www.w3.org/2000/svg}title").text
+    programs = [ast.parse(file.read_text("utf-8")) for file in path.parent.glob("*.py")]
+    own = {node.value for tree in programs for node in ast.walk(tree) if hasattr(node, "value")}
+    assert title == figure.alt_of(path) or title in own
 
 
 def test_no_global_state_leaks_in_or_out(monkeypatch):

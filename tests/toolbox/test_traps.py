@@ -8,6 +8,7 @@ import torch
 from lessons.toolbox.proof.traps import (
     Allocations,
     NotEquivalent,
+    guarded_empty,
     poisoned,
     poisoned_empty,
     with_canaries,
@@ -77,6 +78,16 @@ def test_canaries_catch_a_write_outside(offset, where):
 def test_canaries_start_poisoned():
     out, _ = with_canaries((4, 4))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("place", [-1, 6])
+def test_a_write_beside_an_empty_tensor_is_caught(place):
+    with guarded_empty() as checks:
+        inside = torch.empty(2, 3, dtype=torch.float32, device="cpu").fill_(1)
+    assert len(checks) == 1 and inside.shape == (2, 3)
+    with pytest.raises(NotEquivalent, match="1 elements outside"), guarded_empty():
+        out = torch.empty(2, 3, dtype=torch.float32, device="cpu")
+        out.as_strided((1,), (1,), out.storage_offset() + place).fill_(1)
 
 
 def test_allocations_count_new_memory_only():

@@ -46,12 +46,7 @@ KERNELS = {
     "`tile_product`": profile_of.tiles,
 }
 INSTRUCTIONS_SVG = Path(__file__).parent / "instructions.svg"
-INSTRUCTIONS_ALT = "A warp's load of neighbours: 4 sectors; of every eighth element: 32."
 BANKS_SVG = Path(__file__).parent / "banks.svg"
-BANKS_ALT = (
-    "Two instructions of a sum over rows. 32 lanes load neighbouring words of shared memory in one "
-    "pass. 16 lanes store words that are 64 bytes apart: they meet in two banks and need 8 passes."
-)
 ROWS, COLUMNS = 32, 64  # of the sum: one step of its loop
 BANKS_CAPTION = f"compiled for an H100, run on a CPU · column_sums of {ROWS} × {COLUMNS}, 4 warps"
 CAPTION = f"compiled for an H100, run on a CPU · {COUNT} elements, {BLOCK} a program, 4 warps"
@@ -208,5 +203,5 @@ def show_instructions() -> None:
 if __name__ == "__main__":
     own = "lessons.l00_gpu_and_triton.lab.instructions"
     lessons_own = call(f"{own}:recordings", None, chip=CHIP)
-    save_svg(draw_still(lessons_own), INSTRUCTIONS_SVG, alt=INSTRUCTIONS_ALT)
-    save_svg(draw_banks(call(f"{own}:sum_over_rows", chip=CHIP)), BANKS_SVG, alt=BANKS_ALT)
+    save_svg(draw_still(lessons_own), INSTRUCTIONS_SVG)
+    save_svg(draw_banks(call(f"{own}:sum_over_rows", chip=CHIP)), BANKS_SVG)

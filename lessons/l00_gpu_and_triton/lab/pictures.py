@@ -26,22 +26,8 @@ from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.measure.hardware import GB, KIB, MIB, REGISTER_BYTES, Chip, lookup
 
 HERE = Path(__file__).parent
-GPU_SVG, PROGRAM_SVG, GAPS_SVG = (HERE / f"{name}.svg" for name in ("gpu", "program", "gaps"))
 CHIPS = ("t4", "a100", "h100", "b200")
 COUNT = 2**24
-GPU_ALT = (
-    "A GPU from the outside in. HBM is large and slow, the L2 cache in front of it serves all SMs. "
-    "One SM is drawn large: its shared memory, its registers, and warps of 32 lanes."
-)
-PROGRAM_ALT = (
-    "Programs 0 and 3 of a kernel that scales 50 elements in blocks of 16. Program 0 loads and "
-    "stores 16 elements. Program 3 loads and stores only the last two, because the mask excludes "
-    "the 14 places after the end."
-)
-GAPS_ALT = (
-    "Predicted time of a copy over the distance of the elements that are read. It grows up to a "
-    "distance of 8, where every lane needs a sector of its own, and stays there."
-)
 
 
 def size_of(num_bytes: float) -> str:
@@ -163,9 +149,9 @@ def draw_gaps(chip: str = "h100", itemsize: int = 4) -> ClassFigure:
 
 
 def main() -> None:
-    save_svg(draw_gpu(), GPU_SVG, alt=GPU_ALT)
-    save_svg(draw_program(), PROGRAM_SVG, alt=PROGRAM_ALT)
-    save_svg(draw_gaps(), GAPS_SVG, alt=GAPS_ALT)
+    save_svg(draw_gpu(), HERE / "gpu.svg")
+    save_svg(draw_program(), HERE / "program.svg")
+    save_svg(draw_gaps(), HERE / "gaps.svg")
 
 
 if __name__ == "__main__":

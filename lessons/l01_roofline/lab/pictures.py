@@ -40,7 +40,6 @@ MODEL, GPU, CONTEXT, BATCHES = "llama-3-8b", "h200", 2048, (1, 8, 64, 256)
 RIDGES = {"a100": "naive", "h100": "library", "h200": "optimized"}
 DAYS = 365 / 12  # of a month
 HERE = Path(__file__).parent
-SVG = HERE / "roofline.svg"
 ALT = (
     "Roofline of an H200 from its data sheet. Decode steps of Llama-3-8B are far left on the "
     "memory slope, those of larger batches further right; the prefill of 2048 tokens is at "

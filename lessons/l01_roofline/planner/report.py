@@ -13,8 +13,7 @@ from lessons.toolbox.measure.hardware import ridge_point
 
 ASSUMPTIONS = (
     "Predictions, not measurements: weights and KV cache split evenly over the GPUs, no "
-    "communication, no copies of KV heads, experts chosen evenly; prices are "
-    "assumptions."
+    "communication, no copies of KV heads, experts chosen evenly; prices are assumptions."
 )
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -31,11 +31,7 @@ from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.toolbox.proof.compiled import Bounds
 from lessons.toolbox.proof.traps import poisoned, poisoned_empty
 
-# A difference of two infinite logits, about which NumPy, the interpreter's engine, warns.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning"),
-    pytest.mark.usefixtures("seed"),
-]
+pytestmark = pytest.mark.usefixtures("seed")
 CUTS = largest_kernel, bands_kernel, narrow_kernel, lists_kernel, draw_kernel
 ALL = *CUTS, penalize_kernel
 PART = 16

@@ -25,7 +25,7 @@ from lessons.l02_naive_attention.lab.workload import (
     transformers_top_p,
     vllm_top_p,
 )
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, compiled, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
@@ -45,23 +45,6 @@ def prompt(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(
         torch.randn(tokens, count, HEAD_DIM, device=device, dtype=DTYPE) for count in heads
     )
-
-
-def compiled(function):
-    """A provider that times what torch.compile makes of `function`."""
-
-    def make(*inputs):
-        fast = torch.compile(function, dynamic=False)
-        try:
-            fast(*inputs)
-        except Exception as error:
-            # any failure of the compiler's, which needs a C++ compiler on a CPU, means: not here
-            raise Unavailable(
-                f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from None
-        return lambda: fast(*inputs)
-
-    return make
 
 
 def sdpa(backend: SDPBackend, repeat: bool = False):

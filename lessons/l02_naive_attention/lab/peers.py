@@ -16,14 +16,6 @@ def flashinfer_top_p(logits: Tensor, params: SamplingParams) -> Tensor:
     return flashinfer.sampling.top_p_sampling_from_probs(probs, params.top_p)
 
 
-def flashinfer_top_k_top_p(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The same with top-k: [B, V] -> [B] int32."""
-    import flashinfer
-
-    probs = torch.softmax(logits / params.temperature, dim=-1)
-    return flashinfer.sampling.top_k_top_p_sampling_from_probs(probs, params.top_k, params.top_p)
-
-
 def vllm_top_p(logits: Tensor, params: SamplingParams) -> Tensor:
     """vLLM's mask, softmax, and the draw by exponential numbers: [B, V] -> [B] int64."""
     from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton

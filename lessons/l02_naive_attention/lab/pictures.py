@@ -15,7 +15,7 @@ from lessons.toolbox.draw.plotting import bars, class_plot, gantt
 from lessons.toolbox.measure.passes import Pass, total_bytes
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 32, 8, 128  # Llama-3-8B
-SVG = Path(__file__).parent / "passes.svg"
+HERE = Path(__file__).parent
 ALT = (
     "Two bars. Naive attention moves each 2-byte score through memory eight times, 44 bytes in "
     "all; with the fused kernel "
@@ -109,4 +109,4 @@ def draw_sampling(logits: Tensor, names: list[str], likeliest: int = 8, **settin
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
+    save_svg(draw(), HERE / "passes.svg", alt=ALT)

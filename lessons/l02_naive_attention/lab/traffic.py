@@ -63,8 +63,7 @@ def passes_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor) -> list[Pass
     if num_scores in (q.numel(), k.numel(), len(q) * len(k)):
         raise ValueError(
             f"q, k: got {tuple(q.shape)}, {tuple(k.shape)}; accepted: shapes with more scores than "
-            f"any other tensor "
-            f"has elements, here {num_scores}"
+            f"any other tensor has elements, here {num_scores}"
         )
     with ScoreTraffic(num_scores) as traffic:
         attention(q, k, v)

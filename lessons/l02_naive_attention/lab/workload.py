@@ -16,7 +16,7 @@ from lessons.l02_naive_attention.batched.batch_sampling import (
 from lessons.l02_naive_attention.batched.requests import by_kernels
 from lessons.l02_naive_attention.lab import peers
 from lessons.l02_naive_attention.sampling import SamplingParams, probabilities, sample
-from lessons.toolbox.measure.bench import Unavailable, on_gpu
+from lessons.toolbox.measure.bench import needs, on_gpu
 
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)
 EVERYTHING = SamplingParams(
@@ -102,10 +102,8 @@ def as_a_batch(params: SamplingParams):
 
 def transformers_top_p(step: Step):
     """A provider: transformers' processors, which sort the batch, and torch.multinomial."""
-    try:
+    with needs("transformers"):
         from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
-    except ImportError:
-        raise Unavailable("transformers is not installed") from None
     processors = [TemperatureLogitsWarper(TOP_P.temperature), TopPLogitsWarper(TOP_P.top_p)]
     mask = allowed(step, TOP_P)
 
@@ -143,10 +141,8 @@ def a_peer(draw: Callable[[Tensor, SamplingParams], Tensor], package: str):
     @on_gpu
     def make(step: Step):
         mask = allowed(step, TOP_P)
-        try:
+        with needs(package):
             draw(step.logits, TOP_P)
-        except ImportError:
-            raise Unavailable(f"needs {package}") from None
         return lambda: are_allowed(draw(step.logits, TOP_P).tolist(), mask)
 
     return make

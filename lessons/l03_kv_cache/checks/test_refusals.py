@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lessons.l03_kv_cache import arguments as checks
-from lessons.l03_kv_cache.lab.testing import DEVICE
+from lessons.l03_kv_cache.lab.testing import DEVICE, decode_arguments
 from lessons.l03_kv_cache.optimized import append_rows, decode_attention
 from lessons.toolbox.proof.refusals import KINDS, assert_message, assert_refused
 
@@ -17,15 +17,6 @@ def append_arguments(**changes):
         v_cache=torch.zeros(9, 2, 8),
         slot_mapping=torch.arange(3),
         **changes,
-    )
-
-
-def decode_arguments():
-    return dict(
-        q=torch.zeros(2, 4, 8),
-        k_cache=torch.zeros(2, 9, 2, 8),
-        v_cache=torch.zeros(2, 9, 2, 8),
-        context_lens=torch.ones(2, dtype=torch.int32),
     )
 
 

@@ -34,7 +34,7 @@ from lessons.l03_kv_cache.lab.workload import (
 from lessons.l03_kv_cache.naive import CONCATENATED
 from lessons.l03_kv_cache.optimized import PREALLOCATED, decode_attention
 from lessons.l03_kv_cache.stand_ins import decode_attention_torch
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, needs
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
 # tokens: the scores of a layer grow with their square
@@ -101,10 +101,8 @@ def library(kind: str):
     """transformers' step with its "dynamic" or "static" cache."""
 
     def make(tokens: Tensor, past):
-        try:
+        with needs("transformers"):
             from lessons.l03_kv_cache.lab import peers as peer
-        except ImportError:
-            raise Unavailable("needs transformers") from None
         return peer.step(model_of(DTYPE), kind, tokens, past)
 
     return make

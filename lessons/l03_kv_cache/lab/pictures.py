@@ -19,13 +19,7 @@ from lessons.toolbox.draw.plotting import bars, class_plot, gantt
 from lessons.toolbox.model.config import ModelConfig
 
 PROMPT, ANSWER = 3, 4
-SVG = Path(__file__).parent / "passes.svg"
-WORK_SVG = Path(__file__).parent / "work.svg"
-ALT = (
-    "Three grids, one row per pass, one column per token. Recomputing runs 3, 4, 5 and 6 tokens "
-    "through the model; concatenating runs 3, 1, 1 and 1, and copies the 3, 4 and 5 tokens before; "
-    "preallocating runs the same and copies none."
-)
+HERE = Path(__file__).parent
 WORK_ALT = (
     "FLOPs of a whole answer over its length, both axes logarithmic. Without a cache the weights' "
     "work grows like the square and attention's like the cube; with one, the weights' work grows "
@@ -179,5 +173,5 @@ def draw_step_bytes(
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
-    save_svg(draw_work(), WORK_SVG, alt=WORK_ALT)
+    save_svg(draw(), HERE / "passes.svg")
+    save_svg(draw_work(), HERE / "work.svg", alt=WORK_ALT)

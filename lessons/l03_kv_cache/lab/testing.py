@@ -58,6 +58,18 @@ def decode_inputs(
     return q, k_cache, v_cache, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
+def decode_arguments() -> dict[str, Tensor]:
+    """Arguments of a decode kernel's wrapper that nothing is wrong with, for tests to change one:
+    shapes as in decode_inputs.
+    """
+    return dict(
+        q=torch.zeros(2, 4, 8),
+        k_cache=torch.zeros(2, 9, 2, 8),
+        v_cache=torch.zeros(2, 9, 2, 8),
+        context_lens=torch.ones(2, dtype=torch.int32),
+    )
+
+
 def heads_first(x: Tensor) -> Tensor:
     """The same values, where all rows of a head lie beside each other: [..., N, H, D]."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -76,6 +88,26 @@ def padded_heads_first(x: Tensor) -> Tensor:
     densely stay within it: what a planted bug reads is wrong, and never foreign memory.
     """
     return padded(x.transpose(-3, -2)).transpose(-3, -2)
+
+
+def dense(x: Tensor) -> Tensor:
+    """The same values as they are: [...]."""
+    return x
+
+
+LAYOUTS = {  # of K, of V: no two of q, K and V have the same strides
+    "K dense, V heads first": (dense, heads_first),
+    "K heads first, V dense": (heads_first, dense),
+    "K dense, V wide": (dense, padded_heads_first),
+    "K wide, V dense": (padded_heads_first, dense),
+    "K wide, V between NaN": (padded_heads_first, padded),
+}
+
+
+def laid_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q with a head's queries beside each other, K and V as LAYOUTS says: [..., N, H, D] each."""
+    lay_k, lay_v = LAYOUTS[layout]
+    return heads_first(q), lay_k(k), lay_v(v)
 
 
 def far_apart(x: Tensor, dim: int, path: Path) -> Tensor:

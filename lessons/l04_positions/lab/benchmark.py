@@ -26,7 +26,7 @@ from lessons.l03_kv_cache.optimized import PREALLOCATED
 from lessons.l04_positions import naive, optimized, stand_ins
 from lessons.l04_positions.lab.traffic import fused_bytes
 from lessons.l04_positions.optimized import ROTATED_ON_THE_WAY
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, needs, on_gpu
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.measure.hardware import copy_bandwidth, default_working_set_bytes
 
@@ -160,10 +160,8 @@ def batched(positions, cos_sin_cache):
 
 def transformers_rotation(positions, cos_sin_cache):
     """transformers' function, and the two writes that it leaves to its caller."""
-    try:
+    with needs("transformers"):
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-    except ImportError:
-        raise Unavailable("needs transformers") from None
     return partial(batched(positions, cos_sin_cache), apply_rotary_pos_emb)
 
 
@@ -171,10 +169,8 @@ def liger_rotation(positions, cos_sin_cache):
     """Liger-Kernel's kernel, which turns q and k in place, and the two writes that it leaves to its
     caller.
     """
-    try:
+    with needs("liger-kernel"):
         from liger_kernel.ops.rope import LigerRopeFunction
-    except ImportError:
-        raise Unavailable("needs liger-kernel: pip install liger-kernel") from None
     return partial(batched(positions, cos_sin_cache), LigerRopeFunction.apply)
 
 

@@ -59,9 +59,8 @@ ROLES = {
 }
 ALT = (
     "Loss of the embedded model over the position in held-out text: beyond 2048 tokens it is "
-    "higher "
-    "as trained than with YaRN; with linear scaling alone it is high everywhere; with ALiBi it "
-    "starts higher and stays where it is; after the same training with rotations it climbs."
+    "higher as trained than with YaRN; with linear scaling alone it is high everywhere; with ALiBi "
+    "it starts higher and stays where it is; after the same training with rotations it climbs."
 )
 
 

@@ -141,36 +141,6 @@ def two_clocks(
 
 
 @style()
-def decay_curve(
-    head_dim: int = 128, thetas: tuple[float, ...] = (10000.0, 500000.0), longest: int = 16384
-) -> ClassFigure:
-    """The score of a key with a query equal to it, over their distance: the mean of cos(distance ·
-    frequency) over the pairs.
-    """
-    distance = np.unique(np.geomspace(1, longest, 1500).astype(int))
-    fig, ax = frame(
-        "A rotated score falls with the distance, and a larger theta makes it fall later",
-        f"q = k, head_dim {head_dim}: mean over the pairs of cos(distance · frequency), 1 at "
-        f"distance 0 · computed",
-        (10, 5.4),
-    )
-    labels = []
-    for role, theta in zip(("naive", "optimized", "library"), thetas):
-        score = np.cos(distance[:, None] * inverse_frequencies(head_dim, theta).numpy()).mean(1)
-        ax.plot(distance, score, color=ROLES[role].colour, lw=1.8)
-        labels.append((distance[-1], score[-1], f"theta {number(theta)}", ROLES[role].colour))
-    ax.axhline(0, color=GREY, lw=1)
-    ax.set_xscale("log", base=2)
-    ticks = [2**n for n in range(0, int(math.log2(longest)) + 1, 2)]
-    ax.set_xticks(ticks, [size_number(t) for t in ticks])
-    ax.set_xlabel("distance between query and key (tokens)")
-    ax.set_ylabel("score / score at distance 0")
-    ax.grid(True, axis="y", alpha=0.3)
-    label_column(ax, labels)
-    return fig
-
-
-@style()
 def alibi_images(num_heads: int = 12, tokens: int = 24, columns: int = 6) -> ClassFigure:
     """What each head's bias multiplies an attention weight with, exp(bias), dark = 1: [num_heads]
     small images, query by key.

@@ -9,13 +9,6 @@ from pathlib import Path
 from lessons.l04_positions.lab.figures import clock_hands
 from lessons.toolbox.draw.figure import ClassFigure, save_svg
 
-SVG = Path(__file__).parent / "clocks.svg"
-ALT = (
-    "Dials, one row per pair of coordinates, one column per position: the hand of the fastest pair "
-    "has turned by one radian "
-    "at position 1, that of the slowest by one radian only at position 1000."
-)
-
 
 def draw() -> ClassFigure:
     """Four pairs, seven positions."""
@@ -23,4 +16,4 @@ def draw() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
+    save_svg(draw(), Path(__file__).parent / "clocks.svg")

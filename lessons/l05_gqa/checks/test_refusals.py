@@ -5,21 +5,13 @@ what is accepted. The kernel's wrapper and its stand-in in PyTorch refuse the sa
 import pytest
 import torch
 
+from lessons.l03_kv_cache.lab.testing import decode_arguments as arguments
 from lessons.l05_gqa import arguments as checks
 from lessons.l05_gqa.optimized import decode_attention, decode_attention_grouped
 from lessons.toolbox.proof.refusals import KINDS, assert_message, assert_refused
 
 WRAPPERS = [decode_attention, decode_attention_grouped]
 INTEGERS = torch.ones(4, dtype=torch.int32)
-
-
-def arguments():
-    return dict(
-        q=torch.zeros(2, 4, 8),
-        k_cache=torch.zeros(2, 9, 2, 8),
-        v_cache=torch.zeros(2, 9, 2, 8),
-        context_lens=torch.ones(2, dtype=torch.int32),
-    )
 
 
 def without_heads():

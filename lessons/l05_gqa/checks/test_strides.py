@@ -4,48 +4,21 @@ other distances. Bugs that mix them up are seen.
 
 import pytest
 
-from lessons.l03_kv_cache.lab.testing import (
-    decode_by_slicing,
-    decode_inputs,
-    heads_first,
-    padded,
-    padded_heads_first,
-)
+from lessons.l03_kv_cache.lab.testing import LAYOUTS, decode_by_slicing, decode_inputs, laid_out
 from lessons.l05_gqa import optimized
 from lessons.l05_gqa.optimized import decode_attention, gqa_decode_kernel
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
-# NumPy, the interpreter's engine, warns of what is meant: an empty sequence, NaN around the rows.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 
-
-def as_it_is(x):
-    return x
-
-
-LAYOUTS = {  # of K, of V
-    "K dense, V heads first": (as_it_is, heads_first),
-    "K heads first, V dense": (heads_first, as_it_is),
-    "K dense, V wide": (as_it_is, padded_heads_first),
-    "K wide, V dense": (padded_heads_first, as_it_is),
-    "K wide, V between NaN": (padded_heads_first, padded),
-}
-
-
-def laid_out(layout, seed, head_dim=24):
-    """q with the queries of a head beside each other, K and V as `layout` says."""
-    lay_k, lay_v = LAYOUTS[layout]
-    q, k_cache, v_cache, lens = decode_inputs("normal", [7, 0, 70], 75, 6, 2, head_dim, seed)
-    return heads_first(q), lay_k(k_cache), lay_v(v_cache), lens
+def inputs_of(layout, seed):
+    *tensors, lens = decode_inputs("normal", [7, 0, 70], 75, 6, 2, 24, seed)
+    return *laid_out(layout, *tensors), lens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_is_read_by_its_own_strides(layout, seed, proof):
-    inputs = laid_out(layout, seed)
+    inputs = inputs_of(layout, seed)
     assert len({x.stride() for x in inputs}) == 4
     proof.record(gqa_decode_kernel, prove(decode_attention, decode_by_slicing, inputs))
 
@@ -74,4 +47,4 @@ def test_a_mix_up_of_strides_is_seen(name, seed, tmp_path):
     layout, old, new = BUGS[name]
     buggy = with_bug(optimized, tmp_path, old, new)
     with pytest.raises(NotEquivalent):
-        prove(buggy.decode_attention, decode_by_slicing, laid_out(layout, seed))
+        prove(buggy.decode_attention, decode_by_slicing, inputs_of(layout, seed))

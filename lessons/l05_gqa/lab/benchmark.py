@@ -31,7 +31,7 @@ from lessons.l05_gqa.lab.workload import (
 )
 from lessons.l05_gqa.naive import REPEATED
 from lessons.l05_gqa.optimized import IN_GROUPS, decode_attention, decode_attention_grouped
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, needs, on_gpu
 
 
 def repeated(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
@@ -85,10 +85,8 @@ def sdpa_repeated(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     """FlashInfer's batch decode on tensor cores. Shapes as in inputs_of."""
-    try:
+    with needs("flashinfer-python"):
         from lessons.l05_gqa.lab import peers as peer
-    except ImportError:
-        raise Unavailable("needs flashinfer-python") from None
     return peer.decode(q, k, v)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, sequences_that_fit, weight_bytes
 from lessons.l01_roofline.planner.models import find_model
-from lessons.l05_gqa.lab.traffic import MEMORY_SHARE, Row, fitting
-from lessons.toolbox.draw import plotting
+from lessons.l05_gqa.lab.traffic import MEMORY_SHARE, fitting
 from lessons.toolbox.draw.figure import ROLES, ClassFigure, frame, number, save_svg, style
 from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.measure.records import medians, read_json
@@ -19,8 +18,7 @@ from lessons.toolbox.model.checkpoint import REPOSITORY
 
 ALT = (
     "Held-out loss over KV bytes a token for models/tiny with 6, 3, 2 and 1 KV heads: merging "
-    "raises the loss, most of all to "
-    "one head; a little more training takes most of that back."
+    "raises the loss, most of all to one head; a little more training takes most of that back."
 )
 
 
@@ -40,10 +38,9 @@ def quality_figure(quality: dict, steps: dict) -> ClassFigure:
         f"{trained['points'][0]['loss']:.2f} to {mqa[0]['loss']:.2f}, "
         f"{share:.1%} more training to {mqa[-1]['loss']:.2f}",
         f"models/tiny, {quality['held_out_tokens']} held-out tokens · hollow: as merged, filled: "
-        f"after {share:.1%} of the tokens "
-        f"that it was trained on · step: time of a decode step beside that of 2 heads, "
-        f"{steps['shape']} · "
-        f"{facts.get('cpu', facts['device'])} · {facts['date']}",
+        f"after {share:.1%} of the tokens that it was trained on · step: time of a decode step "
+        f"beside that of 2 heads, {steps['shape']} · {facts.get('cpu', facts['device'])} · "
+        f"{facts['date']}",
         (11, 6.2),
     )
     for label, variant in series.items():
@@ -133,28 +130,6 @@ def sharing_figure(
     ax.set_ylabel("KV heads")
     ax.set_xlabel(f"GiB of K and V for {context} tokens, lower is better")
     return fig
-
-
-def models_figure(rows: list[Row]) -> ClassFigure:
-    """KiB of cache that a token takes, as each model is and as it would be with a KV head for every
-    query head.
-    """
-    groups = [
-        f"{row.model.name}\n{row.model.num_attention_heads}/{row.model.num_key_value_heads} "
-        f"{row.kind}"
-        for row in rows
-    ]
-    saved = max(row.mha_bytes / row.kv_bytes for row in rows)
-    return plotting.bars(
-        groups,
-        {
-            "as MHA": ("naive", [row.mha_bytes / 1024 for row in rows]),
-            "as it is": ("optimized", [row.kv_bytes / 1024 for row in rows]),
-        },
-        title=f"Sharing KV heads makes a token's cache up to {saved:.0f}x smaller",
-        ylabel="KiB a token, 16 bits",
-        caption="computed from the shapes in config.json",
-    )
 
 
 def main(folder: Path) -> None:

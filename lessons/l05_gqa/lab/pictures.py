@@ -13,14 +13,6 @@ from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, save_s
 
 QUERY_HEADS = 6
 WAYS = {"MHA": 6, "GQA": 2, "MQA": 1, "GQA, repeated": 2}  # KV heads
-SVG = Path(__file__).parent / "heads.svg"
-ALT = (
-    "Four diagrams of 6 query heads over their KV heads. MHA: 6 KV heads, one below each. GQA: 2, "
-    "each below three "
-    "neighbours. MQA: 1 below all. GQA repeated: the 2 KV heads are copied to 6, which the query "
-    "heads read: 14 heads moved "
-    "instead of 2."
-)
 
 
 def heads_moved(way: str) -> int:
@@ -42,9 +34,8 @@ def draw() -> ClassFigure:
     """
     fig, ax = frame(
         f"The same {QUERY_HEADS} query heads move {heads_moved('MHA')}, {heads_moved('GQA')} or "
-        f"{heads_moved('MQA')} "
-        f"KV heads a step; repeating moves {heads_moved('GQA, repeated')} for GQA's "
-        f"{heads_moved('GQA')}",
+        f"{heads_moved('MQA')} KV heads a step; repeating moves {heads_moved('GQA, repeated')} for "
+        f"GQA's {heads_moved('GQA')}",
         "one token, one layer; a head is its K and V in the cache · counted, not measured",
         (12, 4.6),
     )
@@ -111,4 +102,4 @@ def draw() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
+    save_svg(draw(), Path(__file__).parent / "heads.svg")

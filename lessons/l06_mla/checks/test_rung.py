@@ -31,7 +31,7 @@ from lessons.toolbox.model.config import MLAConfig, ModelConfig
 from lessons.toolbox.proof.numerics import assert_close_to_oracle, draw, poison_
 from lessons.toolbox.proof.traps import Allocations
 
-pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 # ---------------------------------------------------------------- one algebra, two forms

@@ -10,8 +10,6 @@ from lessons.l06_mla.test_equivalence import by_definition, decode_inputs
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
-# NumPy, the interpreter's engine, warns of what is meant: an empty sequence, NaN around the rows.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SCALE = 24**-0.5
 
 

@@ -13,7 +13,7 @@ from lessons.l03_kv_cache.stand_ins import decode_attention_torch
 from lessons.l06_mla.lab.counts import V3, decode_bytes, decode_flops
 from lessons.l06_mla.lab.workload import CONFIG, DTYPE, ON_GPU, one_layer, read_floor_s
 from lessons.l06_mla.optimized import mla_decode
-from lessons.toolbox.measure.bench import Unavailable
+from lessons.toolbox.measure.bench import needs, on_gpu
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
 SCALE, RANK = CONFIG.softmax_scale, V3.kv_lora_rank
@@ -93,14 +93,11 @@ def sdpa_batch(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
     )[:, :, 0]
 
 
+@on_gpu
 def flashinfer_batch(q: Tensor, kv_cache: Tensor, context_lens: Tensor):
     """FlashInfer's kernel for absorbed queries. Shapes as in batch_inputs."""
-    if not ON_GPU:
-        raise Unavailable("needs a GPU and flashinfer-python")
-    try:
+    with needs("flashinfer-python"):
         from lessons.l06_mla.lab.peers_gpu import flashinfer_decode
-    except ImportError:
-        raise Unavailable("needs flashinfer-python") from None
     return flashinfer_decode(q, kv_cache, SCALE, RANK)
 
 

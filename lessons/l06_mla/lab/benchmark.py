@@ -44,7 +44,7 @@ from lessons.l06_mla.lab.workload import (
 )
 from lessons.l06_mla.naive import EXPANDED
 from lessons.l06_mla.optimized import ABSORBED
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.bench import Benchmark, needs
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
 SCALE, RANK = CONFIG.softmax_scale, CONFIG.mla.kv_lora_rank
@@ -72,10 +72,8 @@ def step_with(rung: Rung):
 
 def library(x: Tensor, c_kv: Tensor, k_pe: Tensor):
     """transformers' step over the same latents."""
-    try:
+    with needs("transformers"):
         from lessons.l06_mla.lab import peers as peer
-    except ImportError:
-        raise Unavailable("needs transformers") from None
     return peer.step(one_layer(), x, c_kv, k_pe)
 
 

@@ -27,24 +27,20 @@ from lessons.toolbox.measure.hardware import CHIPS
 HERE, HEADS, CONTEXT = Path(__file__).parent, 128, 8192
 FLOW_ALT = (
     "Two ways from the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
-    "heads of 192, and v, "
-    "128 heads of 128, for every cached token. Absorbed: W_UK goes into the query, attention has "
-    "one KV head, W_UV "
-    "comes after it."
+    "heads of 192, and v, 128 heads of 128, for every cached token. Absorbed: W_UK goes into the "
+    "query, attention has one KV head, W_UV comes after it."
 )
 BYTES_ALT = (
     "KiB per token at 16 bits: DeepSeek-V2-Lite keeps 30.4, V2 67.5, V3 68.6; Llama-3 8B keeps "
-    "128, 70B 320, 405B 504; "
-    "all heads of V3 would take 4880."
+    "128, 70B 320, 405B 504; all heads of V3 would take 4880."
 )
 CROSSOVER_ALT = (
     "FLOPs over new tokens after 8192 cached ones: the expanded form starts high and flat, the "
     "absorbed low and linear; they cross at 169 new tokens."
 )
 ROOFLINE_ALT = (
-    "H200's roofline: absorbed decode with 16 heads is at 30 FLOP per byte on the memory "
-    "roof, with 128 heads "
-    "at 242, just beyond the ridge."
+    "H200's roofline: absorbed decode with 16 heads is at 30 FLOP per byte on the memory roof, "
+    "with 128 heads at 242, just beyond the ridge."
 )
 
 
@@ -85,8 +81,7 @@ def draw_flow() -> ClassFigure:
         f"A token keeps {row} values; k and v of {HEADS} heads, {heads} values, are made from them "
         f"or never made",
         "DeepSeek-V3, one layer · widths in numbers, Hq = 128 heads · W_UK and W_UV are the two "
-        "halves of kv_b_proj, "
-        "head by head",
+        "halves of kv_b_proj, head by head",
         (13, 6.6),
     )
     naive, fast, kept, plain = (

@@ -14,11 +14,6 @@ from lessons.toolbox.measure.device import default_device, interpreting
 from lessons.toolbox.proof.numerics import NotEquivalent, draw, prove
 from lessons.toolbox.proof.refusals import assert_message
 
-# NumPy, the interpreter's engine, warns of the sigmoid of -100 and of NaN
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-]
 DEVICE = default_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (R, I, K): one value, tiles with tails on every side, more than one tile on every side

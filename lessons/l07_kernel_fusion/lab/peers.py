@@ -15,7 +15,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l05_gqa.optimized import IN_GROUPS
-from lessons.toolbox.measure.bench import Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Unavailable, needs, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import copy_bandwidth, read_bandwidth
 from lessons.toolbox.model.config import ModelConfig
@@ -100,10 +100,8 @@ def liger(call: Callable) -> Callable:
 
     @on_gpu
     def make(*inputs):
-        try:
+        with needs("liger-kernel"):
             from liger_kernel.ops import fused_add_rms_norm, rms_norm, swiglu
-        except ImportError:
-            raise Unavailable("needs Liger-Kernel: pip install liger-kernel") from None
         functions = (
             rms_norm.LigerRMSNormFunction,
             fused_add_rms_norm.LigerFusedAddRMSNormFunction,

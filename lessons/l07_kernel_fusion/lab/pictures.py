@@ -16,16 +16,6 @@ from lessons.toolbox.measure.passes import Pass, total_bytes
 
 ROWS, SIZE = 4096, 4096
 PASSES_SVG, LAUNCHES_SVG = (Path(__file__).parent / name for name in ("passes.svg", "launches.svg"))
-PASSES_ALT = (
-    "Pairs of bars, bytes moved for each value in bfloat16. RMSNorm: 36 eager, 4 in one kernel. "
-    "Add and RMSNorm: 42 "
-    "and 8. SwiGLU: 10 and 6. QK-norm: 36 and 4. Softmax: 44 and 4."
-)
-LAUNCHES_ALT = (
-    "Four rows over microseconds: CPU and GPU, eager and fused, for one decode layer of "
-    "Llama-3.2-1B. Eager, the "
-    "CPU issues 39 launches and the GPU waits between them; fused it issues 22."
-)
 KINDS = {
     "_to_copy": "cast",
     "pow": "square, mean",
@@ -179,5 +169,5 @@ def draw_fusing(
 
 
 if __name__ == "__main__":
-    save_svg(draw_passes(), PASSES_SVG, alt=PASSES_ALT)
-    save_svg(draw_launches(), LAUNCHES_SVG, alt=LAUNCHES_ALT)
+    save_svg(draw_passes(), PASSES_SVG)
+    save_svg(draw_launches(), LAUNCHES_SVG)

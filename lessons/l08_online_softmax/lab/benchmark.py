@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lessons.l08_online_softmax import cuda_softmax, naive, optimized, partials
 from lessons.l08_online_softmax.lab.traffic import softmax_bytes
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, compiled, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.measure.hardware import measured_ceilings, time_floor_s
 
@@ -60,21 +60,6 @@ def row_by_row(scores: Tensor):
     if ON_GPU:
         raise Unavailable("stands in for the kernel where there is no GPU")
     return lambda: optimized.softmax_torch(scores)[0]
-
-
-def compiled(scores: Tensor):
-    """What torch.compile makes of torch.softmax."""
-    # else the ninth shape falls back to eager PyTorch, and would be timed under this name
-    torch.compiler.reset()
-    fast = torch.compile(lambda x: torch.softmax(x, -1), dynamic=False)
-    try:
-        fast(scores)
-    except Exception as error:
-        # any failure of the compiler's, which needs a C++ compiler on a CPU, means: not here
-        raise Unavailable(
-            f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from None
-    return lambda: fast(scores)
 
 
 def flashinfer(name: str):
@@ -142,7 +127,7 @@ SOFTMAXES = {
     "CUDA C++ twin": ("optimized", on_gpu(cuda_twin)),
     "row by row, PyTorch": ("optimized", row_by_row),
     "torch.softmax": ("library", lambda x: lambda: torch.softmax(x, -1)),
-    "torch.compile": ("library", compiled),
+    "torch.compile": ("library", compiled(lambda x: torch.softmax(x, -1))),
     "FlashInfer": ("library", flashinfer_softmax),
 }
 BENCHMARKS = [

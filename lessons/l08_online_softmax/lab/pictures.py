@@ -34,14 +34,6 @@ SWEEPS = {  # what each pass is for: (label, what it does)
     "one block": [("all in registers", WRITE)],
     "softmax · V in one pass": [("max, sum, acc", VALUES)],
 }
-ALT = {
-    "passes": "Four ways over a row of nine scores: three passes read it three times, online "
-    "softmax twice, a row that fits into "
-    "registers is read once, and softmax times V is read once without writing probabilities.",
-    "butterfly": "32 lanes in a row, six rows: after exchanges over distances 16, 8, 4, 2 and 1 "
-    "each lane has heard of 2, 4, 8, "
-    "16 and 32 lanes; the ancestors of lane 5 are marked.",
-}
 
 
 @style()
@@ -88,9 +80,8 @@ def draw_butterfly(lane: int = 5) -> ClassFigure:
     """Who trades with whom in each round of warp_merge, and which lanes one of them knows."""
     fig, ax = frame(
         f"{len(DISTANCES)} exchanges, and every lane holds the merge of all {LANES}",
-        f"a row is a moment, a dot a lane; lines: registers traded · dark: what reaches lane "
-        f"{lane} in the end · "
-        "drawn from warp.py",
+        "a row is a moment, a dot a lane; lines: registers traded · dark: what reaches lane "
+        f"{lane} in the end · drawn from warp.py",
         (11, 5.2),
     )
     known = {row: set(_ancestors(lane, row)) for row in range(len(DISTANCES) + 1)}
@@ -134,25 +125,6 @@ def _ancestors(lane: int, row: int) -> list[int]:
     for distance in DISTANCES[row:]:
         lanes |= {other ^ distance for other in lanes}
     return sorted(lanes)
-
-
-def draw_trees(parts: int = 8) -> ClassFigure:
-    """The merges of a chain and of a tree over the steps in which they can happen."""
-    chain = [(step, step + 1, "chain", f"{step + 2}") for step in range(parts - 1)]
-    lanes: dict[str, list] = {f"tree, lane {n + 1}": [] for n in range(parts // 2)}
-    count, step = parts, 0
-    while count > 1:
-        for n in range(count // 2):
-            lanes[f"tree, lane {n + 1}"].append(
-                (step, step + 1, "tree", f"{parts // (count // 2)}")
-            )
-        count, step = (count + 1) // 2, step + 1
-    return gantt(
-        {"chain": chain, **lanes},
-        title=f"{parts - 1} merges: one after the other, or {step} steps deep",
-        xlabel="step",
-        caption=f"{parts} parts; the number in a bar: parts that it holds · counted, not measured",
-    )
 
 
 @style()
@@ -216,5 +188,5 @@ def draw_overflow(limit: float = 130.0) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_passes(), ROOM / "passes.svg", alt=ALT["passes"])
-    save_svg(draw_butterfly(), ROOM / "butterfly.svg", alt=ALT["butterfly"])
+    save_svg(draw_passes(), ROOM / "passes.svg")
+    save_svg(draw_butterfly(), ROOM / "butterfly.svg")

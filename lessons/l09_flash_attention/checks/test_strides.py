@@ -5,7 +5,7 @@ heads of another width. Bugs that mix them up are seen; wrong cu_seqlens reach n
 import pytest
 import torch
 
-from lessons.l03_kv_cache.lab.testing import heads_first, padded_heads_first
+from lessons.l03_kv_cache.lab.testing import LAYOUTS, laid_out
 from lessons.l09_flash_attention import fa1, optimized
 from lessons.l09_flash_attention.fa1 import fa1_kernel
 from lessons.l09_flash_attention.hopper import fp8
@@ -18,27 +18,9 @@ from lessons.toolbox.measure.device import default_device, interpreting
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, draw, prove
 from lessons.toolbox.proof.planted import with_bug
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0), NaN around the rows.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
 SMALL = Tiles(16, 16)
 LENGTHS_Q, LENGTHS_K = (5, 17), (20, 23)
-
-
-def as_it_is(x):
-    return x
-
-
-LAYOUTS = {  # of K, of V
-    "K dense, V heads first": (as_it_is, heads_first),
-    "K heads first, V dense": (heads_first, as_it_is),
-    "K dense, V wide": (as_it_is, padded_heads_first),
-    "K wide, V dense": (padded_heads_first, as_it_is),
-}
 
 
 def starts(lengths):
@@ -46,14 +28,13 @@ def starts(lengths):
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-def laid_out(layout, seed, head_dim=16, v_head_dim=24):
-    """q with the queries of a head beside each other, K and V as `layout` says; two sequences."""
-    lay_k, lay_v = LAYOUTS[layout]
+def inputs_of(layout, seed, head_dim=16, v_head_dim=24):
+    """Two sequences, packed."""
     shapes = ((22, 4, head_dim), (43, 2, head_dim), (43, 2, v_head_dim))
-    q, k, v = (
+    tensors = (
         draw("normal", shape, seed=seed + i, device=DEVICE) for i, shape in enumerate(shapes)
     )
-    return heads_first(q), lay_k(k), lay_v(v)
+    return laid_out(layout, *tensors)
 
 
 def packed(module):
@@ -71,7 +52,7 @@ def one_by_one(q, k, v):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample(5)
 def test_each_tensor_is_read_by_its_own_strides(layout, v_head_dim, seed, proof):
-    inputs = laid_out(layout, seed, v_head_dim=v_head_dim)
+    inputs = inputs_of(layout, seed, v_head_dim=v_head_dim)
     assert len({x.stride() for x in inputs}) == 3
     proof.record(flash_kernel, prove(packed(optimized), one_by_one, inputs))
 
@@ -100,7 +81,7 @@ def test_a_mix_up_of_strides_is_seen(name, seed, tmp_path):
     layout, old, new = BUGS[name]
     buggy = with_bug(optimized, tmp_path, old, new)
     with pytest.raises(NotEquivalent):
-        prove(packed(buggy), one_by_one, laid_out(layout, seed))
+        prove(packed(buggy), one_by_one, inputs_of(layout, seed))
 
 
 # ---------------------------------------------------------------- FA-1 order, 8 bits
@@ -117,7 +98,7 @@ def naive_out(*inputs):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample(2)
 def test_fa1_reads_each_tensor_by_its_own_strides(layout, seed, proof):
-    proof.record(fa1_kernel, prove(in_fa1_order(fa1), naive_out, laid_out(layout, seed)))
+    proof.record(fa1_kernel, prove(in_fa1_order(fa1), naive_out, inputs_of(layout, seed)))
 
 
 FA1_BUGS = {
@@ -132,7 +113,7 @@ def test_a_mix_up_in_fa1_order_is_seen(name, seed, tmp_path):
     layout, old, new = FA1_BUGS[name]
     buggy = with_bug(fa1, tmp_path, old, new)
     with pytest.raises(NotEquivalent):
-        prove(in_fa1_order(buggy), naive_out, laid_out(layout, seed))
+        prove(in_fa1_order(buggy), naive_out, inputs_of(layout, seed))
 
 
 needs_e4m3 = pytest.mark.skipif(
@@ -143,7 +124,7 @@ needs_e4m3 = pytest.mark.skipif(
 @needs_e4m3
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_8_bits_do_not_depend_on_the_layout(layout, seed):
-    inputs = laid_out(layout, seed, head_dim=32, v_head_dim=32)
+    inputs = inputs_of(layout, seed, head_dim=32, v_head_dim=32)
     dense = [x.contiguous() for x in inputs]
     out, want = (flash_attention_fp8(*x, tiles=Tiles(32, 32)) for x in (inputs, dense))
     assert_same_bits(out, want)
@@ -152,7 +133,7 @@ def test_8_bits_do_not_depend_on_the_layout(layout, seed):
 @needs_e4m3
 def test_a_mix_up_in_8_bits_is_seen(seed, tmp_path):
     buggy = with_bug(fp8, tmp_path, "GROUP * stride_kh", "GROUP * stride_qh")
-    inputs = laid_out("K heads first, V dense", seed, head_dim=32, v_head_dim=32)
+    inputs = inputs_of("K heads first, V dense", seed, head_dim=32, v_head_dim=32)
     out, want = (m.flash_attention_fp8(*inputs, tiles=Tiles(32, 32)) for m in (buggy, fp8))
     with pytest.raises(NotEquivalent):
         assert_same_bits(out, want)
@@ -173,7 +154,7 @@ LIES = {
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_wrong_cu_seqlens_reach_no_foreign_row(lie, which, seed, monkeypatch):
     """As on a GPU, where their values are not read before the launch."""
-    q, k, v = laid_out("K dense, V heads first", seed)
+    q, k, v = inputs_of("K dense, V heads first", seed)
     cu_seqlens = {"q": starts(LENGTHS_Q), "k": starts(LENGTHS_K)}
     cu_seqlens[which] = torch.tensor(LIES[lie], dtype=torch.int32)
     given = (q, k, v, *cu_seqlens.values())
@@ -191,7 +172,7 @@ def test_a_kernel_that_believes_cu_seqlens_is_seen(seed, tmp_path, monkeypatch):
     """Seven rows of K and V behind the last are there, but belong to somebody else."""
     old = "end = tl.minimum(tl.load(cu_seqlens_ptr + sequence + 1), num_rows)"
     buggy = with_bug(optimized, tmp_path, old, "end = tl.load(cu_seqlens_ptr + sequence + 1)")
-    q, k, v = laid_out("K dense, V heads first", seed)
+    q, k, v = inputs_of("K dense, V heads first", seed)
     given = (q, k[:36], v[:36], starts(LENGTHS_Q), starts(LENGTHS_K))
     unread = lambda q, k, cu_seqlens_q, cu_seqlens_k, longest: (cu_seqlens_q, cu_seqlens_k, 40)
     foreign = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lessons.toolbox.measure.bench import Unavailable
+from lessons.toolbox.measure.bench import Unavailable, needs
 
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -74,10 +74,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """FlashInfer's prefill of a single sequence. q: [T, Hq, D], k, v: [Tk, Hkv, D]."""
     _needs_gpu(q)
-    try:
+    with needs("flashinfer-python"):
         from flashinfer import single_prefill_with_kv_cache
-    except ImportError:
-        raise Unavailable("flashinfer is not installed") from None
     return lambda: single_prefill_with_kv_cache(q, k, v, causal=causal)
 
 
@@ -89,10 +87,8 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Te
     try:
         from flash_attn_interface import flash_attn_func
     except ImportError:
-        try:
+        with needs("flash-attn"):
             from flash_attn import flash_attn_func
-        except ImportError:
-            raise Unavailable("flash-attn is not installed") from None
 
     def run() -> Tensor:
         out = flash_attn_func(q[None], k[None], v[None], causal=causal)

@@ -33,18 +33,6 @@ TOKENS, BLOCK, WINDOW = 24, 4, 9
 REGISTERS_KIB = 256  # of an SM, on every chip from sm_70 on
 ROOM = Path(__file__).parent
 LOOK = {VISITED: (PALETTE[1], "//"), UNMASKED: (PALETTE[4], ""), SKIPPED: ("white", "")}
-TILES_ALT = (
-    "Three grids of 6 by 6 tiles, queries down, keys across, the upper triangle skipped. FA-1 "
-    "order numbers the tiles "
-    "down each column, FA-2 order along each row; with a window of 9 keys, tiles far left are "
-    "skipped too."
-)
-MEMORY_ALT = (
-    "Memory over the context, both axes logarithmic: the naive scores and probabilities grow with "
-    "the square and end "
-    "where an H200 is full; FlashAttention's log-sum-exp grows linearly, far below q, k, v and the "
-    "output."
-)
 
 
 def visits(
@@ -74,8 +62,7 @@ def draw_tiles() -> ClassFigure:
     visited, unmasked = len(panels[1][2]), sum(row.count(UNMASKED) for row in panels[1][1])
     fig, ax = frame(
         f"Of {count * count} tiles the causal mask skips {count * count - visited}, and {unmasked} "
-        f"of the {visited} "
-        "left need no mask",
+        f"of the {visited} left need no mask",
         f"{TOKENS} queries (down) and keys (across), tiles of {BLOCK} × {BLOCK}; numbers: order "
         "of visits · counted, not measured",
         (11, 4.9),
@@ -202,5 +189,5 @@ def draw_memory() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_tiles(), ROOM / "tiles.svg", alt=TILES_ALT)
-    save_svg(draw_memory(), ROOM / "memory.svg", alt=MEMORY_ALT)
+    save_svg(draw_tiles(), ROOM / "tiles.svg")
+    save_svg(draw_memory(), ROOM / "memory.svg")

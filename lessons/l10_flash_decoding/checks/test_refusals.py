@@ -5,21 +5,13 @@ what is accepted.
 import pytest
 import torch
 
+from lessons.l03_kv_cache.lab.testing import decode_arguments as arguments
 from lessons.l06_mla.optimized import Tiles
 from lessons.l10_flash_decoding.mla import mla_flash_decode
 from lessons.l10_flash_decoding.optimized import combine, flash_decode, split_decode
 from lessons.toolbox.proof.refusals import assert_message
 
 INTEGERS = torch.ones(4, dtype=torch.int32)
-
-
-def arguments():
-    return dict(
-        q=torch.zeros(2, 4, 8),
-        k_cache=torch.zeros(2, 9, 2, 8),
-        v_cache=torch.zeros(2, 9, 2, 8),
-        context_lens=torch.ones(2, dtype=torch.int32),
-    )
 
 
 def latents():

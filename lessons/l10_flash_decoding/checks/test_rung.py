@@ -19,7 +19,6 @@ from lessons.l10_flash_decoding.optimized import IN_SPLITS
 from lessons.toolbox.model.config import MLAConfig, ModelConfig
 from lessons.toolbox.proof.numerics import poison_
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty split divides 0 by 0
 BY_KERNEL = LESSON_04_TORCH._replace(decode=optimized.decode)
 
 

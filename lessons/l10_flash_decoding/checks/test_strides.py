@@ -9,12 +9,13 @@ import torch
 
 from lessons.l03_kv_cache.lab.testing import (
     DEVICE,
+    LAYOUTS,
     decode_by_slicing,
     decode_inputs,
     far_apart,
     heads_first,
+    laid_out,
     padded,
-    padded_heads_first,
 )
 from lessons.l10_flash_decoding import mla, optimized
 from lessons.l10_flash_decoding.mla import mla_split_kernel
@@ -22,13 +23,6 @@ from lessons.l10_flash_decoding.optimized import combine, split_decode_kernel
 from lessons.l10_flash_decoding.test_equivalence import LATENT, latent_by_slicing
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, prove
 from lessons.toolbox.proof.planted import with_bug
-
-# NumPy, the interpreter's engine, warns of what is meant: an empty split, NaN around the rows.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 
 
 def in_splits(module):
@@ -41,29 +35,14 @@ def in_splits(module):
     return decode
 
 
-def as_it_is(x):
-    return x
-
-
-LAYOUTS = {  # of K, of V
-    "K dense, V heads first": (as_it_is, heads_first),
-    "K heads first, V dense": (heads_first, as_it_is),
-    "K dense, V wide": (as_it_is, padded_heads_first),
-    "K wide, V dense": (padded_heads_first, as_it_is),
-    "K wide, V between NaN": (padded_heads_first, padded),
-}
-
-
-def laid_out(layout, seed):
-    """q with the queries of a head beside each other, K and V as `layout` says."""
-    lay_k, lay_v = LAYOUTS[layout]
-    q, k_cache, v_cache, lens = decode_inputs("normal", [7, 0, 70], 75, 4, 2, 24, seed)
-    return heads_first(q), lay_k(k_cache), lay_v(v_cache), lens
+def inputs_of(layout, seed):
+    *tensors, lens = decode_inputs("normal", [7, 0, 70], 75, 4, 2, 24, seed)
+    return *laid_out(layout, *tensors), lens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_is_read_by_its_own_strides(layout, seed, proof):
-    inputs = laid_out(layout, seed)
+    inputs = inputs_of(layout, seed)
     assert len({x.stride() for x in inputs}) == 4
     proof.record(split_decode_kernel, prove(in_splits(optimized), decode_by_slicing, inputs))
 
@@ -91,7 +70,7 @@ def test_a_mix_up_of_strides_is_seen(name, seed, tmp_path):
     layout, old, new = BUGS[name]
     buggy = with_bug(optimized, tmp_path, old, new)
     with pytest.raises(NotEquivalent):
-        prove(in_splits(buggy), decode_by_slicing, laid_out(layout, seed))
+        prove(in_splits(buggy), decode_by_slicing, inputs_of(layout, seed))
 
 
 @pytest.mark.skipif(

@@ -31,7 +31,7 @@ from lessons.l10_flash_decoding.lab.workload import (
 from lessons.l10_flash_decoding.mla import mla_flash_decode
 from lessons.l10_flash_decoding.optimized import flash_decode
 from lessons.l10_flash_decoding.workers import decode_on_workers
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, needs, on_gpu
 from lessons.toolbox.measure.device import core_count
 
 
@@ -88,10 +88,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor, *_):
 @on_gpu
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor):
     """FlashInfer's batch decode, which plans its splits on the host. Shapes as in inputs_of."""
-    try:
+    with needs("flashinfer-python"):
         from lessons.l05_gqa.lab import peers as peer
-    except ImportError:
-        raise Unavailable("needs flashinfer-python") from None
     return peer.decode(q, k, v)
 
 

@@ -34,18 +34,6 @@ SPLIT_SIZE = 512  # keys
 MOST_SPLITS = 48  # of the slider
 IDLE = "#F4F4F4"
 HERE = Path(__file__).parent
-SVG, PREDICTED_SVG = HERE / "occupancy.svg", HERE / "predicted.svg"
-ALT = (
-    "Four panels, one row per slot of an H200, time to the right. One split: 8 of 264 slots are "
-    "busy, for 512 microseconds. "
-    "4 splits: 32 slots. 32 splits: 256 slots, all done after 56. 36 splits: 264 slots, then 24 "
-    "programs in a second wave."
-)
-PREDICTED_ALT = (
-    "Predicted time of batch-1 decode attention over the context: one program per KV head stays "
-    "far above the "
-    "floor, splits come close to it from 16k on."
-)
 
 
 @style()
@@ -57,12 +45,10 @@ def draw() -> ClassFigure:
     height, gap = slots(CHIP), 14
     fig, ax = frame(
         f"Predicted: one program per KV head leaves {1 - busy_share(pieces[1], height):.0%} of an "
-        f"H200 idle: "
-        f"{end_us[1]:.0f} µs, in 32 splits {end_us[32]:.0f} µs",
+        f"H200 idle: {end_us[1]:.0f} µs, in 32 splits {end_us[32]:.0f} µs",
         f"predicted by occupancy.py, not measured · batch 1, context {WORK.context // 1024}k, "
-        f"heads {WORK.num_heads}/"
-        f"{WORK.num_kv_heads}, head_dim {WORK.head_dim}, 16 bits · {CHIP.sm_count} SMs with 2 "
-        f"slots each",
+        f"heads {WORK.num_heads}/{WORK.num_kv_heads}, head_dim {WORK.head_dim}, 16 bits · "
+        f"{CHIP.sm_count} SMs with 2 slots each",
         (11, 5.2),
     )
     for n, (splits, ran) in enumerate(pieces.items()):
@@ -118,12 +104,10 @@ def draw_waves(splits: int = 36, batch: int = 1) -> ClassFigure:
     end_us, times_us = 1e6 * max(piece.end_s for piece in ran), predicted_by_splits(batch)
     fig, (left, right) = frame(
         f"{len(ran)} programs on {height} slots: {waves} wave{'s' * (waves > 1)}, {share:.0%} "
-        "full, "
-        f"{times_us[splits - 1]:.0f} µs",
+        f"full, {times_us[splits - 1]:.0f} µs",
         f"predicted by occupancy.py, not measured · batch {batch}, context "
-        f"{WORK.context // 1024}k, "
-        f"heads {work.num_heads}/{work.num_kv_heads}, head_dim {work.head_dim}, 16 bits · "
-        f"{CHIP.name}",
+        f"{WORK.context // 1024}k, heads {work.num_heads}/{work.num_kv_heads}, head_dim "
+        f"{work.head_dim}, 16 bits · {CHIP.name}",
         (11, 4.8),
         (1, 1),
     )
@@ -181,5 +165,5 @@ def draw_predicted() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
-    save_svg(draw_predicted(), PREDICTED_SVG, alt=PREDICTED_ALT)
+    save_svg(draw(), HERE / "occupancy.svg")
+    save_svg(draw_predicted(), HERE / "predicted.svg")

@@ -25,7 +25,7 @@ from lessons.l11_cuda_graphs.lab.workload import (
 )
 from lessons.l11_cuda_graphs.naive import decode_batch, decode_logits, eager_step
 from lessons.l11_cuda_graphs.optimized import CudaGraphs, GraphRunner, bucket_for, padded
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, needs
 
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 # Relative. In the 16 bits of a GPU, kernels round at other places than PyTorch.
@@ -76,10 +76,8 @@ def library(name):
 
     def make(model, pool, inputs):
         needs_gpu(model)
-        try:
+        with needs("transformers"):
             from lessons.l11_cuda_graphs.lab import peers
-        except ImportError:
-            raise Unavailable("needs transformers") from None
         return getattr(peers, name)(model, pool, inputs)
 
     return make

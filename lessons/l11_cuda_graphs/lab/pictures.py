@@ -29,7 +29,7 @@ from lessons.toolbox.draw.figure import ClassFigure, save_svg
 from lessons.toolbox.draw.plotting import class_plot, gantt
 from lessons.toolbox.model.config import ModelConfig
 
-SVG = Path(__file__).parent / "timeline.svg"
+HERE = Path(__file__).parent
 # the shape of models/tiny
 TINY = ModelConfig("llama", 4096, 384, 6, 6, 2, 64, 1024, 1024, tie_word_embeddings=True)
 BATCH, CONTEXT = 1, 512
@@ -37,13 +37,6 @@ BATCH, CONTEXT = 1, 512
 LLAMA_3_8B = ModelConfig("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192, rope_theta=5e5)
 BATCHES = [1, 4, 16, 32, 64]
 SHOWN_US = 160.0
-ALT = (
-    "Three pairs of rows over the first microseconds of a decode step. Plain and fused: the CPU "
-    "launches without a pause, and "
-    "the GPU runs a short kernel after each launch, then waits for the next. Graph: one launch, "
-    "then the GPU's kernels follow "
-    "each other."
-)
 
 
 def draw() -> ClassFigure:
@@ -115,4 +108,4 @@ def draw_launch_cost(launch_us: float = 6.0, context: int = 1024) -> ClassFigure
 
 
 if __name__ == "__main__":
-    save_svg(draw(), SVG, alt=ALT)
+    save_svg(draw(), HERE / "timeline.svg")

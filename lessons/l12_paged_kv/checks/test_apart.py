@@ -46,7 +46,6 @@ def test_single_tokens_in_front_of_prompts_get_a_kernel_of_their_own(counts, in_
         first += len(own)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_single_latents_are_read_as_they_lie_beside_prompts(seed, monkeypatch):
     """Two single queries in front of two prompts, over pages full of NaN."""
     model = MODELS["latents"]().float().to(DEVICE)

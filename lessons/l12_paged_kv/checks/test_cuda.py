@@ -11,11 +11,6 @@ from lessons.toolbox.kernels.compile_check import CHIPS, check_cuda
 from lessons.toolbox.proof.numerics import assert_same_bits, floor_for, prove
 from lessons.toolbox.proof.refusals import assert_message
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-]
 HEADS = (3, 1, 64, 64)
 
 

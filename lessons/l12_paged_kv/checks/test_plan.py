@@ -27,15 +27,9 @@ from lessons.l12_paged_kv.kernels.plan import combine_ranges, combine_ranges_ker
 from lessons.l12_paged_kv.lab.testing import DEVICE, decoded
 from lessons.l12_paged_kv.lab.testing import paged as pages_of
 from lessons.l12_paged_kv.optimized import paged_decode
-from lessons.toolbox.proof.numerics import assert_same_bits, prove, with_canaries
-from lessons.toolbox.proof.traps import poisoned_empty
+from lessons.toolbox.proof.numerics import assert_same_bits, prove
+from lessons.toolbox.proof.traps import guarded_empty, poisoned_empty
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 SLOTS, TILE = 12, 16  # of a small machine; keys
 BATCHES = {
     "one giant": [9, 300, 33, 16],
@@ -165,22 +159,12 @@ def test_more_splits_than_the_merge_takes_at_once(seed):
     torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5)
 
 
-def test_nothing_is_written_beside_the_results_of_a_list(seed, monkeypatch):
-    checks = []
-
-    def guarded(*shape, dtype, device):
-        tensor, check = with_canaries(shape, dtype, device, guard=4096)
-        checks.append(check)
-        return tensor
-
+def test_nothing_is_written_beside_the_results_of_a_list(seed):
     inputs = inputs_of([20, 133, 0], seed, block_size=5, heads=(6, 2, 20, 12))
     items = work_items(inputs[4], 2, SLOTS, TILE)
-    monkeypatch.setattr(torch, "empty", guarded)
-    out = paged_decode(*inputs, items=items)
-    monkeypatch.undo()
+    with guarded_empty() as checks:
+        out = paged_decode(*inputs, items=items)
     assert len(checks) == 4 and out.isfinite().all() and (out[2] == 0).all()
-    for check in checks:
-        check()
 
 
 # ---------------------------------------------------------------- a step, and a graph

@@ -22,12 +22,6 @@ from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.traps import poisoned_empty
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 WRONG_LISTS = {  # name: (the code as it is, the code with the bug)
     "an item twice": (
         "(place - starts[owner]) * size",

@@ -207,7 +207,6 @@ KERNELS = LESSON_12_TORCH._replace(prefill=optimized.prefill, decode=optimized.d
 
 
 @pytest.mark.parametrize("ops", [LESSON_12_GATHERED, LESSON_12_TORCH, KERNELS, LESSON_12])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps_over_poisoned_pages(ops, seed):
     """A mixed step (decode, chunk, fresh prompt), then single tokens, over pages full of NaN."""
     device = DEVICE if ops in (KERNELS, LESSON_12) else "cpu"
@@ -237,7 +236,6 @@ def test_steps_over_poisoned_pages(ops, seed):
 
 
 @pytest.mark.parametrize("by_kernel", [False, True], ids=["PyTorch", "the kernel"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_latents_over_pages_in_any_order(by_kernel, seed, monkeypatch):
     """A pool of latents through a table beside the model that expands everything."""
     device = DEVICE if by_kernel else "cpu"

@@ -19,13 +19,6 @@ from lessons.l12_paged_kv.optimized import paged_decode, paged_prefill
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.refusals import KINDS, assert_refused
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
-
 # ---------------------------------------------------------------- latents
 
 

@@ -23,7 +23,7 @@ from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.kernels.cuda_paged import paged_decode_cuda
 from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.l12_paged_kv.optimized import paged_decode
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, needs, on_gpu
 
 HEADS, KV_HEADS, HEAD_DIM = (32, 8, 128) if ON_GPU else (6, 2, 64)
 CONTEXT = 4096 if ON_GPU else 512  # tokens of the longest sequence
@@ -122,10 +122,8 @@ def padded(cache: Tensor, batch) -> Tensor:
 @on_gpu
 def flashinfer(q, k_cache, v_cache, batch):
     """FlashInfer's paged decode, which plans its splits on the host."""
-    try:
+    with needs("flashinfer-python"):
         import flashinfer as library
-    except ImportError:
-        raise Unavailable("needs flashinfer-python") from None
     size, lens = k_cache.shape[1], batch.context_lens
     counts = -(-lens // size)
     indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=q.device)

@@ -37,8 +37,7 @@ class History:
             self.free(sequence)
         assert self.manager.num_free == self.manager.num_blocks, (
             f"{self.manager.num_blocks - self.manager.num_free} blocks are lost: no sequence owns "
-            "them, "
-            "and they are not free"
+            "them, and they are not free"
         )
 
     def operate(self, name: str) -> None:

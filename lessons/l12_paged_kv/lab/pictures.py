@@ -29,27 +29,7 @@ from lessons.toolbox.draw.plotting import block_map, class_plot
 from lessons.toolbox.measure.hardware import CHIPS
 
 HERE = Path(__file__).parent
-TABLES_SVG, WASTE_SVG, BLOCK_SIZE_SVG, RAGGED_SVG = (
-    HERE / f"{name}.svg" for name in ("tables", "waste", "block_size", "ragged")
-)
 BLOCK_SIZES = [2**n for n in range(9)]
-TABLES_ALT = (
-    "A pool of 32 blocks. Sequences A and B own blocks in no order. C and D are two answers to one "
-    "prompt: they share its first two blocks, then each has its own blocks."
-)
-WASTE_ALT = (
-    "Stacked bars of one memory, for two mixes of lengths and four ways to hand it out. Reserved "
-    "at 2048 tokens a request nearly all is empty. In blocks of 16 nearly all holds tokens."
-)
-BLOCK_SIZE_ALT = (
-    "The empty share of owned blocks over the block size, counted and by the formula, for short "
-    "and long requests: it grows with the block size and shrinks with the length."
-)
-RAGGED_ALT = (
-    "Two panels, one row per slot of an H200, time to the right. With one split for each sequence "
-    "the long one runs alone on 8 slots from about 28 to 276 microseconds. Split by length, all "
-    "slots are busy and all is done after 58."
-)
 
 
 def example_tables() -> tuple[BlockManager, dict[str, int]]:
@@ -212,7 +192,7 @@ def draw_ragged() -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_tables(), TABLES_SVG, alt=TABLES_ALT)
-    save_svg(draw_waste(), WASTE_SVG, alt=WASTE_ALT)
-    save_svg(draw_block_size(), BLOCK_SIZE_SVG, alt=BLOCK_SIZE_ALT)
-    save_svg(draw_ragged(), RAGGED_SVG, alt=RAGGED_ALT)
+    save_svg(draw_tables(), HERE / "tables.svg")
+    save_svg(draw_waste(), HERE / "waste.svg")
+    save_svg(draw_block_size(), HERE / "block_size.svg")
+    save_svg(draw_ragged(), HERE / "ragged.svg")

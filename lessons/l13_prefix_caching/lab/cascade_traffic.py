@@ -70,14 +70,6 @@ def gain(shape: Shared, num_splits: int = 2) -> float:
     return separate_bytes(shape).total / cascade_bytes(shape, num_splits).total
 
 
-def shortest_prefix_that_gains(shape: Shared, num_splits: int = 2) -> int | None:
-    """Tokens from which on together moves fewer bytes; None if it never does."""
-    for prefix in range(0, 100_000, 8):
-        if gain(shape._replace(prefix=prefix), num_splits) > 1:
-            return prefix
-    return None
-
-
 def main() -> None:
     print("Llama-3-8B's heads, one layer, 16 bits, 200 own tokens: MB apart, together, gain")
     for batch in (1, 2, 8, 32, 128):

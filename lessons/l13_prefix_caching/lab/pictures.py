@@ -20,7 +20,6 @@ from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, save_s
 from lessons.toolbox.draw.plotting import bars, class_plot
 
 HERE = Path(__file__).parent
-BLOCKS_SVG, RATES_SVG, CASCADE_SVG = (HERE / f"{x}.svg" for x in ("blocks", "rates", "cascade"))
 SIZE = 4  # tokens of a block
 COMPUTED, KNOWN, PARTIAL = PALETTE[1], PALETTE[0], "#DDDDDD"
 BLOCKS_ALT = (
@@ -34,8 +33,7 @@ RATES_ALT = (
 )
 CASCADE_ALT = (
     "Counted megabytes of decode attention over the batch: read apart they grow with the batch, "
-    "read "
-    "together they stay near those of the shared prefix until many suffixes join it."
+    "read together they stay near those of the shared prefix until many suffixes join it."
 )
 EXAMPLE = ("AAAABBBBCCCCDD", "AAAABBBBEEEEFFFFG", "AAAABBBBEEEEHH")  # one letter, one token
 
@@ -157,9 +155,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def draw_all() -> int:
     """Draw every picture again, beside this file."""
-    save_svg(draw(), BLOCKS_SVG, alt=BLOCKS_ALT)
-    save_svg(draw_rates(), RATES_SVG, alt=RATES_ALT)
-    save_svg(draw_cascade(), CASCADE_SVG, alt=CASCADE_ALT)
+    save_svg(draw(), HERE / "blocks.svg", alt=BLOCKS_ALT)
+    save_svg(draw_rates(), HERE / "rates.svg", alt=RATES_ALT)
+    save_svg(draw_cascade(), HERE / "cascade.svg", alt=CASCADE_ALT)
     return 0
 
 

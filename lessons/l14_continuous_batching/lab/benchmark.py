@@ -16,7 +16,7 @@ from lessons.l03_kv_cache.lab.workload import ON_GPU, read_floor_s
 from lessons.l11_cuda_graphs.naive import batch_loop, eager_step
 from lessons.l14_continuous_batching import loop, naive
 from lessons.l14_continuous_batching.lab.workload import TASKS, TEMPLATE, task_requests
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.bench import Benchmark, needs
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.checkpoint import load_tokenizer
 
@@ -72,10 +72,8 @@ def continuous(prompts, limits, sampling, batch):
 
 def peers():
     """lab/peers.py, where transformers is installed."""
-    try:
+    with needs("transformers"):
         from lessons.l14_continuous_batching.lab import peers
-    except ImportError:
-        raise Unavailable("needs transformers") from None
     return peers
 
 

@@ -218,8 +218,7 @@ def draw_load(cost: StepCost | None = None, source: str = "") -> ClassFigure:
         f"simulated · {LOAD_PLACES} places · Poisson arrivals of {LOAD_REQUESTS} requests, prompts "
         f"16-128 tokens, answers geometric, mean 48 · a step takes {cost.fixed_s * 1e3:.3g} ms + "
         f"{cost.token_s * 1e6:.3g} µs a token + {cost.context_s * 1e6:.2g} µs a token of context, "
-        "fitted to "
-        f"steps of models/tiny ({source})",
+        f"fitted to steps of models/tiny ({source})",
     )
     looks = marks({label: (role,) for role, label in WAYS.values()})
     left, right = axes

@@ -162,7 +162,6 @@ BUGS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", BUGS)
 @pytest.mark.sample(2)
 def test_a_planted_bug_is_found(name, seed, tmp_path):

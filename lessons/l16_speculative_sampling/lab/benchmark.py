@@ -21,7 +21,7 @@ from lessons.l16_speculative_sampling.lab.workload import (
 )
 from lessons.l16_speculative_sampling.more.split import verify_split
 from lessons.l16_speculative_sampling.stand_ins import verify_torch
-from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
+from lessons.toolbox.measure.bench import Benchmark, Unavailable, needs, on_gpu
 
 COUNT = 4  # drafted tokens of a step
 EXACT = replace(GREEDY, ignore_eos=True)  # so that every answer has 128 tokens
@@ -100,10 +100,8 @@ def in_parts(p, q, drafted, u, cu_rows):
 @on_gpu
 def flashinfer(p, q, drafted, u, cu_rows):
     """FlashInfer's, which draws its own random numbers: only its time is compared."""
-    try:
+    with needs("flashinfer-python"):
         from flashinfer.sampling import chain_speculative_sampling
-    except ImportError:
-        raise Unavailable("needs flashinfer-python") from None
     batch, vocab_size = len(cu_rows) - 1, p.shape[1]
     p, q = p.view(batch, -1, vocab_size), q.view(batch, -1, vocab_size)
     draft, tokens = q[:, :-1].contiguous(), drafted.view(batch, -1)[:, :-1].int().contiguous()

@@ -33,26 +33,10 @@ from lessons.toolbox.draw.figure import (
 )
 
 HERE = Path(__file__).parent
-RULE_SVG, SPEED_SVG, BATCHES_SVG = (HERE / f"{name}.svg" for name in ("rule", "speed", "batches"))
 WORDS = ("cat", "dog", "bird", "fish", "ant")
 P, Q = (0.4, 0.3, 0.2, 0.1, 0.0), (0.2, 0.5, 0.1, 0.1, 0.1)
 COST_RATIO = 0.1
 ACCEPTED, REST, LOST = PALETTE[0], PALETTE[1], "white"
-RULE_ALT = (
-    "Five words with the probabilities of target and draft as bars. The part that both share is "
-    "accepted: 0.7 in all. Where the target has more, the rest is the residual. Where the draft "
-    "has "
-    "more, its surplus is rejected."
-)
-SPEED_ALT = (
-    "The speed-up over the acceptance, for 2, 4 and 8 drafted tokens at c = 0.1. With 8 it is "
-    "below "
-    "1 for poor drafts and the largest for very good ones."
-)
-BATCHES_ALT = (
-    "Predicted speed-up of an 8B draft for a 70B target over the batch, for three acceptances: all "
-    "fall, and cross 1 between a batch of 128 and one of 1024."
-)
 
 
 @style()
@@ -158,6 +142,6 @@ def draw_batches(count: int = COUNT) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_rule(), RULE_SVG, alt=RULE_ALT)
-    save_svg(draw_speed(), SPEED_SVG, alt=SPEED_ALT)
-    save_svg(draw_batches(), BATCHES_SVG, alt=BATCHES_ALT)
+    save_svg(draw_rule(), HERE / "rule.svg")
+    save_svg(draw_speed(), HERE / "speed.svg")
+    save_svg(draw_batches(), HERE / "batches.svg")

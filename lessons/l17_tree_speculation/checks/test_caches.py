@@ -114,7 +114,6 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_trees_and_prompts_in_one_step(name, window, seed):
     """The kernels, each over its part, against PyTorch over all; pages that nobody owns hold
     NaN.

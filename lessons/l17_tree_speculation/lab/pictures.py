@@ -28,7 +28,6 @@ from lessons.toolbox.draw.figure import (
 )
 
 HERE = Path(__file__).parent
-MASK_SVG, TYPICAL_SVG, NODES_SVG = (HERE / f"{name}.svg" for name in ("mask", "typical", "nodes"))
 
 # After "for i in": three guesses, and what may follow two of them.
 EXAMPLE = Tree((-1, 0, 0, 0, 1, 1, 2))
@@ -41,11 +40,6 @@ MASK_ALT = (
 ANIMALS = ("cat", "dog", "bird", "fish", "ant")
 P = (0.4, 0.3, 0.15, 0.1, 0.05)
 GUESSES = (1, 2)  # dog first, then bird
-TYPICAL_ALT = (
-    "Five words with the target's probabilities, and what is emitted if a head guesses dog and "
-    "bird: "
-    "with exact acceptance the same, with typical acceptance always dog."
-)
 NODES_ALT = (
     "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE, MTP and EAGLE-3 "
     "heads on the embedded model: all rise, and flatten from about 16 nodes on."
@@ -184,6 +178,6 @@ def draw_nodes(found: dict | None = None) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_mask(), MASK_SVG, alt=MASK_ALT)
-    save_svg(draw_typical(), TYPICAL_SVG, alt=TYPICAL_ALT)
-    save_svg(draw_nodes(), NODES_SVG, alt=NODES_ALT)
+    save_svg(draw_mask(), HERE / "mask.svg", alt=MASK_ALT)
+    save_svg(draw_typical(), HERE / "typical.svg")
+    save_svg(draw_nodes(), HERE / "nodes.svg", alt=NODES_ALT)

@@ -105,7 +105,6 @@ def test_a_q4_k_super_block_by_hand():
 # ---------------------------------------------------------------- bytes -> numbers
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("format", FORMATS)
 def test_blocks_mean_what_the_gguf_package_says(format, seed):
     gguf = pytest.importorskip("gguf")
@@ -162,7 +161,6 @@ WRONG = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_reading_is_noticed(wrong, seed, monkeypatch):
     """Each of these is a reading that somebody has published. All of them fail on 35 random blocks:

@@ -51,7 +51,6 @@ def the_check(name: str, seed: int) -> None:
     prove(fast, plain, (x, tensors, bias))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", [None, *KERNEL_BUGS, *HOOK_BUGS], ids=str)
 def test_a_changed_line_is_rejected(bug, seed, tmp_path, monkeypatch):
     """And without a bug the same check passes, for each format."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lessons.l03_kv_cache.arguments import DECODE_DTYPES
-from lessons.l18_weight_quantization import optimized
-from lessons.l18_weight_quantization.linear import Multiply
 from lessons.l18_weight_quantization.naive import dequantize_matmul
 from lessons.l18_weight_quantization.optimized import check_matmul
 from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight, unpack
@@ -41,13 +39,6 @@ def matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
         _packed[weight.codes] = multiply.pack(weight)
     out = multiply.run(x.contiguous(), *_packed[weight.codes])
     return out if bias is None else out + bias
-
-
-def matmul_for(device: torch.device) -> Multiply:
-    """What a QuantizedLinear multiplies by on a device: the kernels where they are compiled,
-    PyTorch where they would be interpreted.
-    """
-    return optimized.matmul if device.type == "cuda" else matmul
 
 
 class Int8:

@@ -61,8 +61,7 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
         f"INT4, groups of 128: GPTQ adds {loss['GPTQ']:.3f} nats to the loss, AWQ "
         f"{loss['AWQ']:.3f}, rounding {loss['rounding']:.3f}",
         f"counted on models/tiny: {WINDOWS * WINDOW:,} tokens of held-out code; bars: 95 % by "
-        "resampling windows; on the line of GPTQ: how many weights share a "
-        "scale",
+        "resampling windows; on the line of GPTQ: how many weights share a scale",
         (11, 6),
         widths=(2.9, 1),
     )

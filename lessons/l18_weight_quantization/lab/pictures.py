@@ -42,8 +42,7 @@ MAGNIFIED, GAP = 4, 3
 DRAWN = ("BF16", "FP8", "INT4")
 FORMATS_ALT = (
     "A piece of one weight matrix in twelve formats, with what rounding changed, the bits of a "
-    "weight "
-    "and the error: one scale for the whole matrix is wrong by half at 4 bits."
+    "weight and the error: one scale for the whole matrix is wrong by half at 4 bits."
 )
 GRIDS_ALT = (
     "The numbers that INT4, NF4, E2M1, INT8, E4M3 and E5M2 can name between -1 and 1, below the "
@@ -231,8 +230,7 @@ def draw_floor(chip: str = "h200") -> ClassFigure:
     by = "FP8" if data_sheet.fp8_flops_per_s else "BF16, because it has no units for FP8"
     fig, ax = frame(
         f"INT4 weights can be {gains[0]:.1f} times as fast at batch 1, and no faster than BF16 "
-        "from "
-        f"batch {same} on",
+        f"from batch {same} on",
         f"lower bounds from the data sheet of the {data_sheet.name}, predicted, not measured: "
         f"Llama-3-8B's layers, INT4 of 4.16 bits multiplied in BF16, FP8 in {by}",
         (10, 5.6),

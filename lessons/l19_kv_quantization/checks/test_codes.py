@@ -18,12 +18,6 @@ from lessons.l19_kv_quantization.optimized import has_e4m3, quantized_decode
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, prove
 from lessons.toolbox.proof.planted import with_bug
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-]
 HEADS = (4, 2, 32, 32)
 ONE_HEAD = (2, 1, 32, 32)
 

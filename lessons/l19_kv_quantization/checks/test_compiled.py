@@ -10,6 +10,7 @@ from lessons.toolbox.proof.compiled import reports_of
 MAX_SPILL = {
     "int4_decode_bf16_4x128_paged_16_sm100": 16,
     "int4_decode_bf16_8x128_paged_16_sm100": 8,
+    "int4_decode_bf16_4x128_paged_listed_16_sm100": 24,
     "kivi_decode_bf16_3x64_paged_32_sm100": 24,
 }
 NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 bytes

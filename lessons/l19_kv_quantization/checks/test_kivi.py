@@ -25,11 +25,6 @@ from lessons.l19_kv_quantization.kivi.kivi_kernel import KiviPages, kivi_decode
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-]
-
 
 def loud_keys(tokens: int, seed: int, heads: int = 2, head_dim: int = 32):
     """K with three channels that are large for every token, as models have, and V without."""

@@ -29,12 +29,6 @@ from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, prov
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.traps import poisoned_empty
 
-# NumPy, the interpreter's engine, warns of what is meant: log2(0) of an empty split is −inf.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
-]
 BATCHES = {
     "one of 64 times the others": [4, 256, 4, 5],  # as 32768 beside 512
     "lengths of 0, 1 and a page": [0, 1, 16, 150],

@@ -22,10 +22,7 @@ from lessons.l19_kv_quantization.pool import KernelPool, QuantizedLatentPool, Qu
 from lessons.l19_kv_quantization.runner import quantized_rung_of, quantized_runner
 from lessons.toolbox.proof.numerics import assert_same_bits
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.usefixtures("seed"),
-]
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 def whole(model, tokens, format):

@@ -40,9 +40,6 @@ from lessons.toolbox.draw.figure import (
 __all__ = ["draw_fit", "draw_loses", "draw_outliers", "draw_page", "draw_quality", "gain"]
 
 HERE = Path(__file__).parent
-PAGE_SVG, FIT_SVG, LOSES_SVG, OUTLIERS_SVG, QUALITY_SVG = (
-    HERE / f"{name}.svg" for name in ("page", "fit", "loses", "outliers", "quality")
-)
 PAGE_ALT = (
     "Three maps of 32 tokens by 64 channels. The absolute values of K show upright stripes: a few "
     "channels are large for every token. The error with a scale for each token is spread over all "
@@ -50,13 +47,11 @@ PAGE_ALT = (
 )
 FIT_ALT = (
     "Sequences that fit over the context, both axes logarithmic: three parallel falling lines for "
-    "a "
-    "cache of 16 bits, FP8 and INT4, each above the one before."
+    "a cache of 16 bits, FP8 and INT4, each above the one before."
 )
 LOSES_ALT = (
     "How many times shorter a decode step is with an FP8 cache, over the context, for batches of "
-    "1, 8 "
-    "and 32: all begin near 1 at short contexts and approach 1.97."
+    "1, 8 and 32: all begin near 1 at short contexts and approach 1.97."
 )
 OUTLIERS_ALT = (
     "Largest value of each channel, in rising order, before and after SmoothQuant. For the "
@@ -65,9 +60,8 @@ OUTLIERS_ALT = (
 )
 QUALITY_ALT = (
     "KL to the model as it is, by what has a scale of its own, for K, for V and for K with an "
-    "outlier channel. For K a scale for "
-    "each channel loses least, and a channel that was made an outlier changes nothing for it, "
-    "while all other scales lose far more."
+    "outlier channel. For K a scale for each channel loses least, and a channel that was made an "
+    "outlier changes nothing for it, while all other scales lose far more."
 )
 
 # ---------------------------------------------------------------- what the embedded model computes
@@ -187,8 +181,7 @@ def draw_outliers(alpha: float = 0.5, layer: int = LOUD_LAYER) -> ClassFigure:
         f"α = {alpha:g}: largest channel {loud[0]:.0f} → {loud[1]:.1f} times the median, "
         f"INT8 error {errors[0][0]:.1%} → {errors[1][0]:.1%}",
         f"models/tiny, down_proj of layer {layer}, held-out code; one scale for all tokens (with "
-        "one for "
-        f"each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
+        f"one for each: {errors[0][1]:.1%} to {errors[1][1]:.1%})",
         (11, 4.8),
         (1, 1),
     )
@@ -257,8 +250,8 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_page(), PAGE_SVG, alt=PAGE_ALT)
-    save_svg(draw_fit(), FIT_SVG, alt=FIT_ALT)
-    save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
-    save_svg(draw_outliers(), OUTLIERS_SVG, alt=OUTLIERS_ALT)
-    save_svg(draw_quality(), QUALITY_SVG, alt=QUALITY_ALT)
+    save_svg(draw_page(), HERE / "page.svg", alt=PAGE_ALT)
+    save_svg(draw_fit(), HERE / "fit.svg", alt=FIT_ALT)
+    save_svg(draw_loses(), HERE / "loses.svg", alt=LOSES_ALT)
+    save_svg(draw_outliers(), HERE / "outliers.svg", alt=OUTLIERS_ALT)
+    save_svg(draw_quality(), HERE / "quality.svg", alt=QUALITY_ALT)

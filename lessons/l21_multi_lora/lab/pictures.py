@@ -37,19 +37,15 @@ from lessons.toolbox.draw.figure import (
 from lessons.toolbox.measure.hardware import CHIPS
 
 HERE = Path(__file__).parent
-BYTES_SVG, BATCH_SVG, LOSES_SVG = (HERE / f"{name}.svg" for name in ("bytes", "batch", "loses"))
 BYTES_ALT = (
     "Left: bytes of an adapter over its rank for three choices of matrices, rising lines far below "
-    "the "
-    "base model. Right: how many adapters fit beside the base, a falling line, and how many merged "
-    "models fit, a low flat line."
+    "the base model. Right: how many adapters fit beside the base, a falling line, and how many "
+    "merged models fit, a low flat line."
 )
 BATCH_ALT = (
     "Eleven rows of a batch in four colours and grey. In the middle the same rows sorted by "
-    "adapter into "
-    "four segments, without the grey ones. On the right tiles of at most three rows, each with the "
-    "slot "
-    "that it reads."
+    "adapter into four segments, without the grey ones. On the right tiles of at most three rows, "
+    "each with the slot that it reads."
 )
 LOSES_ALT = (
     "What adapters add to the bytes of a decode step, over the number of different adapters in the "
@@ -66,8 +62,7 @@ def draw_bytes(model: str = "llama-3-8b", gpu: str = "h100", marked: int = 16) -
     fit = adapters_that_fit(shape, marked, memory)
     fig, (left, right) = frame(
         f"Rank {marked} on all seven matrices is {here / 1e6:.0f} MB: {fit} adapters fit beside "
-        "the "
-        f"base, or {memory // base} merged models",
+        f"the base, or {memory // base} merged models",
         f"computed · {model}, 16 bits, a GPU of {memory / 1e9:.0f} GB, no cache",
         (12, 5),
         (1, 1),
@@ -176,6 +171,6 @@ def draw_loses(model: str = "llama-3-8b", batch: int = 64) -> ClassFigure:
 
 
 if __name__ == "__main__":
-    save_svg(draw_bytes(), BYTES_SVG, alt=BYTES_ALT)
-    save_svg(draw_batch(), BATCH_SVG, alt=BATCH_ALT)
-    save_svg(draw_loses(), LOSES_SVG, alt=LOSES_ALT)
+    save_svg(draw_bytes(), HERE / "bytes.svg", alt=BYTES_ALT)
+    save_svg(draw_batch(), HERE / "batch.svg", alt=BATCH_ALT)
+    save_svg(draw_loses(), HERE / "loses.svg", alt=LOSES_ALT)

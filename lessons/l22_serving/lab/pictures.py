@@ -46,8 +46,7 @@ from lessons.toolbox.draw.figure import (
 HERE = Path(__file__).parent
 MODEL = (
     f"predicted, not measured · Llama-3-8B on an H100, {PLACES} places · prompts of {PROMPT}, "
-    "answers "
-    f"of {ANSWERS[0]} to {ANSWERS[1]} tokens"
+    f"answers of {ANSWERS[0]} to {ANSWERS[1]} tokens"
 )
 IN_TIME = f"in time: the whole answer within {OBJECTIVES.e2el_s:g} s"
 
@@ -132,8 +131,7 @@ def draw_knee(loads=KNEE_LOADS, count: int = KNEE_REQUESTS) -> ClassFigure:
         f"Nine of ten requests are in time up to {alone / top:.0%} of the capacity if they come "
         f"independently, and up to {bursty / top:.0%} if they come in bursts",
         f"{MODEL} · in time: the first token within {FIRST_TOKEN.ttft_s:g} s; bursts: gamma gaps "
-        "with "
-        f"shape 0.2 · {count} requests a point",
+        f"with shape 0.2 · {count} requests a point",
         (10, 5.2),
     )
     series = {
@@ -165,8 +163,7 @@ def draw_omission() -> ClassFigure:
         f"The same server, stalled for {STALL_S:g} s: its 99th percentile is {hidden:.0f} ms for a "
         f"client that waits for answers, {number(seen)} ms for its users",
         f"computed · {COUNT} requests, one every {1e3 * EVERY_S:g} ms, answered in 10 ms each but "
-        "for "
-        "one stall",
+        "for one stall",
         (10, 5.2),
     )
     percents = [index / 4 for index in range(320, 401)]
@@ -199,21 +196,18 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
         draw_overload,
         "Requests answered in time over requests that arrive. Up to the capacity all three ways "
         "follow the diagonal. Beyond it a server that takes all requests falls to a quarter of it, "
-        "one "
-        "that drops late requests falls slowly, and one that turns some away stays near the "
+        "one that drops late requests falls slowly, and one that turns some away stays near the "
         "capacity.",
     ),
     "knee": (
         draw_knee,
         "Share of requests in time over the arrival rate. It stays near 100 percent and then "
-        "falls, "
-        "for bursty arrivals at a clearly lower rate than for independent ones.",
+        "falls, for bursty arrivals at a clearly lower rate than for independent ones.",
     ),
     "omission": (
         draw_omission,
         "Latency over the percentile from the 80th on. For the client that waits for its answers "
-        "it "
-        "is 10 ms almost to the end. Counted from the intended time it rises from the 90th "
+        "it is 10 ms almost to the end. Counted from the intended time it rises from the 90th "
         "percentile on to ten seconds.",
     ),
 }

@@ -22,7 +22,7 @@ from lessons.l23_experts.lab.moe_ranks import (
 )
 from lessons.l23_experts.load import capacity_of, load_of
 
-pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.usefixtures("seed")
 FOUR = (5, 0, 7, 1)  # tokens of four ranks; one has none
 
 

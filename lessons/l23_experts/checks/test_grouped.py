@@ -24,7 +24,7 @@ from lessons.l23_experts.lab.moe_ranks import (
 )
 from lessons.toolbox.proof.numerics import assert_close_to_oracle
 
-pytestmark = [pytest.mark.usefixtures("seed"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lessons.toolbox.measure.bench import Unavailable
+from lessons.toolbox.measure.bench import Unavailable, needs
 
 
 def grouped_product() -> Callable:
@@ -47,11 +47,9 @@ def transformers_mixtral(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Callable[[], Tensor]:
     """transformers' experts by its grouped product: [T, H] -> [T, H]."""
-    try:
+    with needs("transformers 5 or later"):
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-    except ImportError:
-        raise Unavailable("needs transformers 5 or later") from None
     num_experts, size, inner = down.shape
     config = MixtralConfig(
         hidden_size=size,
@@ -75,10 +73,8 @@ def vllm_fused_experts(
     """
     if not x.is_cuda:
         raise Unavailable("needs a GPU")
-    try:
+    with needs("vllm"):
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-    except ImportError:
-        raise Unavailable("needs vLLM: pip install vllm") from None
     ids = chosen.int()
     return checked(lambda: fused_experts(x, gate_up, down, weights.float(), ids))
 

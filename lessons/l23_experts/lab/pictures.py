@@ -105,8 +105,7 @@ def draw_reads(num_experts: int = 8, top_k: int = 2, gpu: str = "h100") -> Class
         f"{num_experts} experts, {top_k} a token: arithmetic takes longer from "
         f"{ridge * num_experts / top_k:.0f} tokens on",
         f"PREDICTED, nothing measured · {LAYER_WEIGHTS / 1e9:.2f} billion weights in 16 bits · "
-        "even "
-        f"router · {chip.name}",
+        f"even router · {chip.name}",
         (9, 4.8),
     )
     labels = []

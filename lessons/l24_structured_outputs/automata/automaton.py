@@ -32,13 +32,20 @@ from lessons.l24_structured_outputs.languages.syntax import ROOT, Grammar
 MOST_WORK = 500_000  # entries of sets that the subset construction looks at: about half a second
 
 
+class NoText(ValueError):
+    """A grammar that no text fits."""
+
+    def __init__(self):
+        super().__init__("no text fits the grammar; accepted: one that can be completed")
+
+
 @dataclass
 class Automaton:
     """Positions of all rules, numbered from 0.
 
     class_of: for each byte its class; bytes of a class are never told apart. edges[position]:
     {class: position}. calls[position]: (rule, position after it). is_final: whether the rule may
-    end there. start: {rule: position}.
+    end there. start: {rule: position}. work: entries of sets that its construction looked at.
     """
 
     class_of: bytes
@@ -47,11 +54,12 @@ class Automaton:
     calls: list[list[tuple[str, int]]]
     is_final: list[bool]
     start: dict[str, int]
+    work: int = 0
 
 
 def compile_grammar(grammar: Grammar) -> Automaton:
     """The automaton of a grammar, of the rules that ROOT needs. Every call is of a rule that is
-    there. Raises ValueError for a grammar that no text fits, and TooLarge.
+    there. Raises NoText and TooLarge.
     """
     nfa = Nfa()
     waiting = [ROOT]
@@ -65,6 +73,7 @@ def compile_grammar(grammar: Grammar) -> Automaton:
     subsets = Subsets(nfa, class_of, automaton)
     for name, (start, end) in nfa.ends.items():
         subsets.add_rule(name, start, end)
+    automaton.work = subsets.work
     remove_dead_ends(automaton)
     return automaton
 
@@ -148,8 +157,8 @@ class Subsets:
 
 
 def remove_dead_ends(automaton: Automaton) -> None:
-    """Keep edges and calls only where the rule can still be completed. Raises ValueError if the
-    root cannot.
+    """Keep edges and calls only where the rule can still be completed. Raises NoText if the root
+    cannot.
 
     A call counts once the called rule is known to have a finite text; so rules become known in
     rounds.
@@ -180,7 +189,7 @@ def remove_dead_ends(automaton: Automaton) -> None:
             known.add(start_of[position])
             waiting += held.pop(start_of[position], [])
     if ROOT not in known:
-        raise ValueError("no text fits the grammar; accepted: one that can be completed")
+        raise NoText
     for position in range(len(automaton.edges)):
         edges, calls = automaton.edges[position], automaton.calls[position]
         automaton.edges[position] = {c: to for c, to in edges.items() if to in alive}

@@ -11,14 +11,15 @@ from lessons.l24_structured_outputs.automata.automaton import Automaton
 MOST_WORK = 150_000  # edges looked at: about a tenth of a second
 
 
-def merge_equal(automaton: Automaton) -> None:
-    """Make equal positions one, in place. A large automaton, for which this would take too long,
-    stays as it is.
+def merge_equal(automaton: Automaton, most: int = MOST_WORK) -> int:
+    """Make equal positions one, in place. An automaton for which more than `most` edges would be
+    looked at stays as it is. Returns how many were.
     """
     size = sum(1 + len(edges) for edges in automaton.edges)
     group: list[int] = [int(is_final) for is_final in automaton.is_final]
     count = len(set(group))
-    for _ in range(MOST_WORK // size):
+    rounds = most // size
+    for n in range(rounds):
         # Two positions stay together if every byte and every call leads them to the same group.
         numbers: dict[tuple, int] = {}
         group = [
@@ -27,8 +28,9 @@ def merge_equal(automaton: Automaton) -> None:
         ]
         if len(numbers) == count:
             keep_groups(automaton, group, count)
-            return
+            return (n + 1) * size
         count = len(numbers)
+    return rounds * size
 
 
 def row_of(automaton: Automaton, position: int, group: list[int]) -> tuple:

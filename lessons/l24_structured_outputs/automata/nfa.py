@@ -9,6 +9,7 @@ from lessons.l24_structured_outputs.languages.syntax import (
     Chars,
     Choice,
     Expression,
+    Machine,
     Repeat,
     Sequence,
 )
@@ -66,6 +67,8 @@ class Nfa:
                 self.empty[self.add(each, start_behind(self, start))].append(end)
         elif isinstance(part, Call):
             self.calls[start].append((part.rule, end))
+        elif isinstance(part, Machine):
+            self.add_machine(part, start, end)
         else:
             self.add_chars(part, start, end)
         return end
@@ -86,6 +89,15 @@ class Nfa:
         for state in skips:
             self.empty[state].append(end)
         return end
+
+    def add_machine(self, machine: Machine, start: int, end: int) -> None:
+        """Copies of its states, the final ones with a way to the end."""
+        states = [self.new_state() for _ in machine.edges]
+        self.empty[start].append(states[0])
+        for state, edges, is_final in zip(states, machine.edges, machine.is_final):
+            self.edges[state] = [(low, high, states[target]) for low, high, target in edges]
+            if is_final:
+                self.empty[state].append(end)
 
     def add_chars(self, chars: Chars, start: int, end: int) -> None:
         """Byte sequences that end alike share their states."""

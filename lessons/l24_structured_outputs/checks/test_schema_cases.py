@@ -103,8 +103,9 @@ def test_the_page_says_which_keywords_are_served():
     assert set().union(*itertools.chain(*cells)) == {case.keyword for case in CASES}
     for we_serve, we_refuse in cells:
         assert we_serve <= mine and not we_refuse & mine
-    both, refused = map(len, cells[0])
-    assert f"we serve {both} of {both + refused}, of the schemas" in text
+    for others, rows in (("both others serve", 1), ("one of them or both serve", 3)):
+        ours, refused = (sum(len(row[n]) for row in cells[:rows]) for n in range(2))
+        assert f"that {others} we serve {ours} of {ours + refused}, of the schemas" in text
 
 
 def test_the_page_says_what_others_serve():

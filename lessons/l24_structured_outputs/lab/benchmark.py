@@ -18,7 +18,7 @@ from lessons.l24_structured_outputs.languages.reading import compile_structure
 from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.l24_structured_outputs.optimized import TokenMasks
 from lessons.l24_structured_outputs.vocabulary import Vocabulary
-from lessons.toolbox.measure.bench import Benchmark, Unavailable
+from lessons.toolbox.measure.bench import Benchmark, needs
 from lessons.toolbox.measure.hardware import this_machine, time_floor_s
 
 PATTERN, INSIDE = '"[^"\n]*"', b'"'
@@ -85,10 +85,8 @@ def by_the_engine(logits: Tensor, masks: Tensor, rows: Tensor):
 
 def by_xgrammar(logits: Tensor, masks: Tensor, rows: Tensor):
     """XGrammar's function for this device."""
-    try:
+    with needs("xgrammar"):
         import xgrammar
-    except ImportError:
-        raise Unavailable("needs xgrammar") from None
     logits, indices = logits.clone(), rows.tolist()
 
     def run() -> Tensor:

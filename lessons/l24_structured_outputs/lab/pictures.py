@@ -18,13 +18,6 @@ from lessons.l24_structured_outputs.vocabulary import Vocabulary
 from lessons.toolbox.draw.figure import GREY, ROLES, ClassFigure, frame, save_svg, style
 
 HERE = Path(__file__).parent
-MASKS_SVG = HERE / "masks.svg"
-MASKS_ALT = (
-    "Left: an automaton of two states for numbers with commas between them. Middle and right: the "
-    "same "
-    "trie of ten tokens, walked from state 0 and from state 1. Each node shows the state that it "
-    "reaches, or a cross. The tokens of nodes with a state are allowed."
-)
 PATTERN = "[0-9]+(,[0-9]+)*"
 TOKENS = ("1", "12", "1,", "1,2", "1,a", "12,", ",", ",2", ",,", "a")
 ALIVE, DEAD = ROLES["optimized"].colour, GREY
@@ -144,4 +137,4 @@ def draw_trie(
 
 
 if __name__ == "__main__":
-    save_svg(draw_masks(), MASKS_SVG, alt=MASKS_ALT)
+    save_svg(draw_masks(), HERE / "masks.svg")

@@ -184,14 +184,18 @@ def rows(by_library: dict[str, set[Case]]) -> list[str]:
             ", ".join(f"`{word}`" for word in sorted(each)) for each in (words & mine, words - mine)
         ]
         found.append(f"| {name} | {cells[0] or '–'} | {cells[1] or '–'} |")
-    both = by_library["XGrammar"] & by_library["llguidance"]
-    shares = len(one & other & mine), len(one & other), len(both & by_library["ours"]), len(both)
+    cases = by_library["XGrammar"], by_library["llguidance"]
     found.append("")
-    found.append(
-        "Of the keywords that both others serve we serve {} of {}, of the schemas {} of {}.".format(
-            *shares
+    for others, words, schemas in (
+        ("both others serve", one & other, cases[0] & cases[1]),
+        ("one of them or both serve", one | other, cases[0] | cases[1]),
+    ):
+        shares = len(words & mine), len(words), len(schemas & by_library["ours"]), len(schemas)
+        found.append(
+            "Of the keywords that {} we serve {} of {}, of the schemas {} of {}.".format(
+                others, *shares
+            )
         )
-    )
     return found
 
 

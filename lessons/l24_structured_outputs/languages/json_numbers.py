@@ -6,11 +6,13 @@ tells all numbers of 15 digits apart, so a bounded number has no more than that 
 
 from decimal import Decimal
 
+from lessons.l24_structured_outputs.automata.nfa import TooLarge
 from lessons.l24_structured_outputs.languages.json_text import DIGIT, MOST_DIGITS
 from lessons.l24_structured_outputs.languages.syntax import (
     EMPTY,
     Choice,
     Expression,
+    Machine,
     Repeat,
     Sequence,
     char_in,
@@ -21,6 +23,8 @@ from lessons.l24_structured_outputs.languages.syntax import (
 
 LARGEST = 10**MOST_DIGITS - 1
 EXACT_DIGITS = 15  # that a float64 always keeps
+FRACTION_DIGITS = 7  # of multiples, which have no more than EXACT_DIGITS in all
+MOST_REMAINDERS = 1000
 Bound = tuple[Decimal, bool]  # a number, and whether it is left out itself
 # The digits of a bound after the point, and whether the bound itself is left out. None: no bound.
 Tail = tuple[str, bool] | None
@@ -134,3 +138,39 @@ def _same_length(low: str, high: str) -> Expression:
         middle = char_in(str(int(low[0]) + 1) + str(int(high[0]) - 1))
         parts.append(Sequence((middle, Repeat(DIGIT, rest, rest))))
     return choice(*parts)
+
+
+def multiples(step: int | float) -> Machine:
+    """Numbers without an exponent that are whole multiples of a step, in decimal digits: 0.07 is
+    one of 0.01. Raises TooLarge.
+
+    With a step of m / 10^k, the state is the remainder by m of the digits so far. After f digits
+    of the fraction, a number is a multiple if the remainder would be 0 after k - f more zeros; from
+    digit k on, only zeros may follow.
+    """
+    exact = Decimal(repr(step)).normalize()
+    places = max(0, -exact.as_tuple().exponent)
+    divisor = int(exact.scaleb(places))
+    if divisor * (places + 1) > MOST_REMAINDERS or places > FRACTION_DIGITS:
+        raise TooLarge
+
+    def state_of(f: int, remainder: int) -> int:
+        """f: -1 before the point. States 0 and 1 are before the first digit and after a minus."""
+        return 2 + (f + 1) * divisor + remainder
+
+    def digits(f: int, remainder: int) -> list[tuple[int, int, int]]:
+        if f == places:
+            return [(48, 48, state_of(f, remainder))]
+        after = f if f < 0 else f + 1
+        return [
+            (48 + d, 48 + d, state_of(after, (10 * remainder + d) % divisor)) for d in range(10)
+        ]
+
+    edges = [((45, 45, 1), *digits(-1, 0)), tuple(digits(-1, 0))]
+    is_final = [False, False]
+    for f in range(-1, places + 1):
+        for remainder in range(divisor):
+            point = [(46, 46, state_of(0, remainder))] if f < 0 else []
+            edges.append((*point, *digits(f, remainder)))
+            is_final.append(remainder * 10 ** (places - max(f, 0)) % divisor == 0)
+    return Machine(tuple(edges), tuple(is_final))

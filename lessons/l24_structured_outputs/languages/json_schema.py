@@ -9,24 +9,33 @@ have at most 16 digits on either side of the point, whole ones no point, and an 
 which vLLM uses). A schema without a type has the type that its keywords are about. It never has
 more. So whatever cannot be read is refused by name, and nothing is ignored but annotations.
 
+Schemas that combine others ($ref with something beside it, allOf, anyOf, oneOf, not, if) become a
+choice of plain ones in json_ways.py, which json_merge.py merges two by two. What a document has to
+have in `properties` is asked after the merge, so allOf may spread them over several schemas.
+
 Source: JSON Schema 2020-12, Core and Validation.
 """
 
 import json
 from urllib.parse import unquote
 
+from lessons.l24_structured_outputs.automata.product import Products
 from lessons.l24_structured_outputs.languages import json_text as parts
-from lessons.l24_structured_outputs.languages.json_overlap import may_overlap
-from lessons.l24_structured_outputs.languages.json_text import Layout
-from lessons.l24_structured_outputs.languages.json_types import (
+from lessons.l24_structured_outputs.languages.json_arrays import read_array
+from lessons.l24_structured_outputs.languages.json_holds import holds
+from lessons.l24_structured_outputs.languages.json_keywords import (
+    ANNOTATIONS,
     KEYWORDS,
+    check_values,
     not_read,
-    read_array,
-    read_number,
-    read_object,
-    read_string,
+    types_of,
     wrong,
 )
+from lessons.l24_structured_outputs.languages.json_objects import read_object
+from lessons.l24_structured_outputs.languages.json_overlap import may_overlap
+from lessons.l24_structured_outputs.languages.json_text import Layout
+from lessons.l24_structured_outputs.languages.json_types import read_number, read_string
+from lessons.l24_structured_outputs.languages.json_ways import COMBINING, WaysReader, plain_part
 from lessons.l24_structured_outputs.languages.syntax import (
     DEEPEST,
     EMPTY,
@@ -35,17 +44,12 @@ from lessons.l24_structured_outputs.languages.syntax import (
     Choice,
     Expression,
     Grammar,
+    Machine,
     choice,
 )
 from lessons.toolbox.model.arguments import shown
 
 LONGEST = 200_000  # characters of a schema
-ANNOTATIONS = {
-    "title", "description", "default", "examples", "example", "deprecated", "readOnly",
-    "writeOnly", "$comment", "$schema", "$defs", "definitions", "discriminator",
-    "contentEncoding", "contentMediaType",
-}  # fmt: skip
-COMBINING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
 def read_schema(schema: dict | bool | str, layout: Layout | None = None) -> Grammar:
@@ -89,8 +93,16 @@ class SchemaReader:
 
     def __init__(self, root: dict | bool, layout: Layout):
         self.root = root
+        if isinstance(root, dict):  # its own address, to which nothing refers
+            self.root = {name: value for name, value in root.items() if name != "$id"}
         self.layout = layout
         self.rules: dict[str, Expression] = {"char": parts.CHAR}
+        self.combined = WaysReader(self)
+        self.products = Products()
+        self.machines: dict[tuple[str, str], Machine] = {}  # of patterns and formats
+        self.checks = 0  # of constants
+        self.anchors: dict[str, list] = {}
+        find_anchors(self.root, self.anchors)
         self.depth = 0
 
     def grammar(self) -> Grammar:
@@ -116,69 +128,63 @@ class SchemaReader:
         self.depth += 1
         if self.depth > DEEPEST:
             raise wrong(where, "a deeper schema", f"at most {DEEPEST} schemas in one another")
-        combining = [name for name in COMBINING if name in schema]
-        if combining:
-            found = self.combined(where, schema, combining[0])
+        check_values(where, schema)
+        restricting = set(schema) - ANNOTATIONS
+        if restricting & COMBINING <= {"enum", "const"}:
+            found = self.plain(where, plain_part(self, where, schema), is_rule)
+        elif restricting == {"$ref"}:
+            found = self.rule(*self.resolved(where, schema["$ref"]))
+        elif restricting in ({"anyOf"}, {"oneOf"}):
+            found = self.any_of(where, *restricting, schema)
         else:
-            types = self.types_of(where, schema)
-            for name in schema:
-                known = name in ANNOTATIONS or name == "type" or (name == "$id" and where == "#")
-                if not known and not any(name in KEYWORDS[kind] for kind in types):
-                    raise not_read(where, name, types)
-            found = choice(*(self.of_type(where, schema, t, is_rule) for t in types))
+            found = self.any_way(where, schema)
         self.depth -= 1
         return found
 
-    def types_of(self, where: str, schema: dict) -> list[str]:
-        """The types that a schema names, or the one whose keywords it has."""
-        types = schema.get("type")
-        if types is None:
-            has = [kind for kind, names in KEYWORDS.items() if names & set(schema)]
-            if not has:
-                return [kind for kind in KEYWORDS if kind != "integer"]
-            return ["number"] if has[0] == "integer" else has[:1]  # whose bounds an integer shares
-        types = [types] if isinstance(types, str) else types
-        if (
-            not isinstance(types, list)
-            or not types
-            or not all(t in KEYWORDS for t in map(str, types))
-        ):
-            raise wrong(f"{where}/type", schema["type"], ", ".join(KEYWORDS))
-        # An integer is a number, and each text should be read in one way.
-        return [t for t in dict.fromkeys(types) if t != "integer" or "number" not in types]
+    def plain(self, where: str, schema: dict, is_rule: bool) -> Expression:
+        """A schema without keywords that combine others, but for an enum."""
+        self.check_known(where, schema)
+        if "enum" not in schema:
+            return choice(*(self.of_type(where, schema, t, is_rule) for t in types_of(schema)))
+        try:
+            return Choice(tuple(map(parts.literal, self.constants(where, schema))))
+        except (ValueError, OverflowError):
+            raise wrong(where, "a number that JSON has not", "JSON values") from None
+
+    def check_known(self, where: str, schema: dict) -> None:
+        """Raise ValueError for a keyword that is not about a type of the schema."""
+        types = list(KEYWORDS) if "enum" in schema else types_of(schema)
+        for name in schema:
+            known = name in ANNOTATIONS or name in ("type", "enum")
+            if not known and not any(name in KEYWORDS[kind] for kind in types):
+                raise not_read(where, name, types)
+
+    def constants(self, where: str, schema: dict) -> list:
+        """Those of the values in enum that fit all else that the schema says."""
+        beside = {name: value for name, value in schema.items() if name != "enum"}
+        return [each for each in schema["enum"] if holds(self, where, beside, each)]
 
     # ------------------------------------------------------------ combined
 
-    def combined(self, where: str, schema: dict, name: str) -> Expression:
-        """$ref, const, enum, anyOf, oneOf, allOf: one of them, and nothing beside it that
-        restricts.
-        """
-        value, beside = schema[name], {"type"} if name in ("const", "enum") else set()
-        for other in schema:
-            if other not in {name} | ANNOTATIONS | beside:
-                raise not_read(where, other, [], f"beside {name}")
-        if name == "$ref":
-            return self.rule(*self.resolved(where, value))
-        if name == "const":
-            return self.one_of(where, schema, [value])
-        if not isinstance(value, list) or not value:
-            raise wrong(f"{where}/{name}", value, "a list, not empty")
-        if name == "enum":
-            return self.one_of(where, schema, value)
-        if name == "allOf" and len(value) > 1:
-            raise not_read(where, name, [], "with several schemas")
+    def any_of(self, where: str, name: str, schema: dict) -> Expression:
+        """anyOf or oneOf, with nothing beside it."""
+        schemas = schema[name]
         if name == "oneOf":
-            self.check_apart(where, value)
-        return choice(*(self.read(f"{where}/{name}/{n}", each) for n, each in enumerate(value)))
+            schemas = self.combined.one_of(where, schemas)
+        return choice(*(self.read(f"{where}/{name}/{n}", each) for n, each in enumerate(schemas)))
 
-    def one_of(self, where: str, schema: dict, values: list) -> Expression:
-        """Those of the values that are of the schema's type."""
-        types = self.types_of(where, {"type": schema["type"]}) if "type" in schema else KEYWORDS
-        try:
-            fitting = [value for value in values if any(is_of_type(value, kind) for kind in types)]
-            return Choice(tuple(parts.literal(value) for value in fitting))
-        except (ValueError, OverflowError):
-            raise wrong(where, "a number that JSON has not", "JSON values") from None
+    def any_way(self, where: str, schema: dict) -> Expression:
+        """Schemas that are combined in any other way: a choice of plain ones. What they say decides
+        the name of the rule, because properties of two schemas meet again and again in one that
+        refers to itself.
+        """
+        name = "ways of " + json.dumps(schema)
+        if name not in self.rules:
+            self.rules[name] = EMPTY
+            ways = self.combined.ways(where, schema)
+            found = (self.plain(f"({where}, way {n})", way, False) for n, way in enumerate(ways))
+            self.rules[name] = choice(*found)
+        return Call(name)
 
     def check_apart(self, where: str, schemas: list) -> None:
         """Raise ValueError unless no document fits two of the schemas, because oneOf forbids it."""
@@ -204,10 +210,15 @@ class SchemaReader:
         """The JSON pointer of a reference, and the schema there. Nothing is ever loaded from
         elsewhere.
         """
-        accepted = "# or #/..., a place in this schema"
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        accepted = "#, #/... or the #$anchor of a place in this schema"
+        if not isinstance(reference, str) or not reference.startswith("#"):
             raise wrong(f"{where}/$ref", reference, accepted)
         schema = self.root
+        if reference[1:2] not in ("", "/"):
+            found = self.anchors.get(reference[1:], [])
+            if len(found) != 1:
+                raise wrong(f"{where}/$ref", reference, accepted)
+            return reference, found[0]
         for part in unquote(reference).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             if isinstance(schema, dict) and part in schema:
@@ -225,9 +236,9 @@ class SchemaReader:
         if kind in ("boolean", "null"):
             return parts.BOOLEAN if kind == "boolean" else parts.NULL
         if kind == "string":
-            return read_string(where, schema)
+            return read_string(self, where, schema)
         if kind in ("integer", "number"):
-            return read_number(where, schema, kind)
+            return read_number(self, where, schema, kind)
         read = read_object if kind == "object" else read_array
         if is_rule:
             return read(self, where, schema)
@@ -238,10 +249,14 @@ class SchemaReader:
         return Call(name)
 
 
-def is_of_type(value, kind: str) -> bool:
-    """Whether a JSON value is of a type."""
-    if kind in ("integer", "number"):
-        is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_real and (kind == "number" or float(value).is_integer())
-    kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
-    return isinstance(value, kinds[kind])
+def find_anchors(schema, found: dict[str, list]) -> None:
+    """Collect the schemas inside one, itself included, by their $anchor."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$anchor"), str):
+            found.setdefault(schema["$anchor"], []).append(schema)
+        for name, inner in schema.items():
+            if name not in ("enum", "const", "default", "examples", "example"):
+                find_anchors(inner, found)
+    elif isinstance(schema, list):
+        for inner in schema:
+            find_anchors(inner, found)

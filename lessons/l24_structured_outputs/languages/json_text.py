@@ -164,19 +164,40 @@ def string_of_format(name: str) -> Expression:
     return sequence(text('"'), read_regex(FORMATS[name]), text('"'))
 
 
+def string_without_escapes(low: int = 0, high: int | None = None) -> Expression:
+    """A string of so many characters, each written in one way: escapes only where JSON needs them.
+    Strings of patterns and formats are written so, and texts in one way can be told apart.
+    """
+    return sequence(text('"'), Repeat(in_string(ANY_CHAR), low, high), text('"'))
+
+
 def in_string(part: Expression) -> Expression:
     """The same characters as JSON writes them inside a string."""
     if isinstance(part, Chars):
         escapes = [
-            text(json.dumps(chr(code))[1:-1])
+            json.dumps(chr(code))[1:-1]
             for low, high in ESCAPED
             for code in range(low, high + 1)
             if any(first <= code <= last for first, last in part.ranges)
         ]
-        return choice(Chars(without(part.ranges, ESCAPED)), *escapes)
+        return choice(Chars(without(part.ranges, ESCAPED)), *shared_starts(escapes))
     if isinstance(part, Repeat):
         return Repeat(in_string(part.part), part.low, part.high)
     return type(part)(tuple(in_string(each) for each in part.parts))
+
+
+def shared_starts(texts: list[str]) -> list[Expression]:
+    """The texts, none of which begins another, as a tree: those that begin alike share it, so that
+    an automaton follows one of them and not each.
+    """
+    found, ends = [], ""
+    for first in sorted({each[0] for each in texts}):
+        rest = [each[1:] for each in texts if each[0] == first]
+        if rest == [""]:
+            ends += first
+        else:
+            found.append(sequence(text(first), choice(*shared_starts(rest))))
+    return [*found, char_in(*ends)] if ends else found
 
 
 def key_other_than(names: list[str]) -> Expression:

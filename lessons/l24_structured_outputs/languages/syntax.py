@@ -54,7 +54,17 @@ class Call:
     rule: str
 
 
-Expression = Chars | Sequence | Choice | Repeat | Call
+@dataclass(frozen=True)
+class Machine:
+    """The texts that a deterministic automaton reads from state 0 to a final state. edges[state]:
+    (first byte, last byte, target), sorted.
+    """
+
+    edges: tuple[tuple[tuple[int, int, int], ...], ...]
+    is_final: tuple[bool, ...]
+
+
+Expression = Chars | Sequence | Choice | Repeat | Call | Machine
 EMPTY = Sequence(())
 
 

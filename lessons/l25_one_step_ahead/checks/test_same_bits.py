@@ -23,7 +23,6 @@ from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.proof.numerics import NotEquivalent, draw, prove
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # log2(0) where no key is seen
 DEVICE = default_device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (R, I, K): one value, tails on every side, more than one tile on every side

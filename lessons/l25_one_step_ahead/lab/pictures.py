@@ -18,17 +18,11 @@ from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, save_svg, style
 
 HERE = Path(__file__).parent
-TIMELINE_SVG = HERE / "timeline.svg"
 DEVICE_MS = 5.0
 SHOWN_MS = 29.0
 LOOPS = {"in turns": Serial, "one step ahead": OneStepAhead}
 LETTERS = {"schedule": "s", "launch": "l", "sample": "p", "tell": "t", "pass": ""}
 COLOURS = PALETTE[:3]  # of steps, in turn
-ALT = (
-    "Four rows of bars over time. In the upper two the host and the device take turns: the device "
-    "is idle for 2 of 7 milliseconds. In the lower two the host schedules and launches a step "
-    "while the device runs the one before, and the device is never idle."
-)
 
 
 @style()
@@ -83,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def draw_all() -> int:
     """Draw the picture again, beside this file."""
-    save_svg(draw_timeline(), TIMELINE_SVG, alt=ALT)
+    save_svg(draw_timeline(), HERE / "timeline.svg")
     return 0
 
 

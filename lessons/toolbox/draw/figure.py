@@ -8,6 +8,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator
+
+from lessons.toolbox.proof.pages import pages
 
 
 class Role(NamedTuple):
@@ -165,38 +168,6 @@ def label_column(ax, labels):
         note.set_position((1.02, (middle - box.y0) / box.height))
 
 
-def place_labels(ax, labels, avoid, named):
-    """Put each label (x, y, text, colour) right below its dot; with adjustText also clear of the
-    other labels, of all dots, of the texts `named` and of the points `avoid` ([N, 2]).
-    """
-    ax.figure.draw_without_rendering()
-    points = np.array([label[:2] for label in labels])
-    dots, back = ax.transData.transform(points), ax.transData.inverted()
-    look = {"va": "center", "fontweight": "bold", "path_effects": HALO}
-    notes = []
-    for start, (_, _, text, colour) in zip(back.transform(dots + np.array([12, -12])), labels):
-        notes.append(ax.text(*start, text, color=colour, **look))
-    try:
-        from adjustText import adjust_text  # here, because it takes a second to import
-    except ImportError:  # a borrowed GPU machine may have nothing but PyTorch and matplotlib
-        return
-    reach = itertools.product((-8, 8), repeat=2)  # from a dot's middle to its corners
-    corners = [back.transform(dots + np.array(step)) for step in reach]
-    adjust_text(
-        notes,
-        *np.concatenate([avoid, *corners]).T,
-        named,
-        *points.T,
-        avoid_self=False,
-        only_move={"static": "x+y-"},  # below a roof there is room to the right
-        explode_radius=0,
-        force_pull=0,
-        iter_lim=1000,  # a limit in seconds would draw another figure on a slower machine
-        ax=ax,
-        arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.8},
-    )
-
-
 def key(ax, handles):
     """One row of swatches above the axes (more rows when they do not fit): for areas, which cannot
     be labelled at an end.
@@ -231,14 +202,25 @@ def save(fig: Figure, path_without_suffix: str | os.PathLike, *, alt: str) -> tu
     return tuple(_write(fig, Path(f"{path_without_suffix}.{kind}"), alt) for kind in ("png", "svg"))
 
 
-def save_svg(fig: Figure, path: Path, *, alt: str) -> None:
+def save_svg(fig: Figure, path: Path, *, alt: str | None = None) -> None:
     """Write a lesson's own picture, an SVG that its README shows, and say so. Within
-    `pictures_to(take)` it is handed to take(fig, path) instead.
+    `pictures_to(take)` it is handed to take(fig, path) instead. alt: where it says more than the
+    page has room for; None: what the page says.
     """
     if take := _taker.get():
         take(fig, path)
     else:
-        print(_write(fig, path, alt).name)
+        print(_write(fig, path, alt or alt_of(path)).name)
+
+
+def alt_of(path: Path) -> str:
+    """The alt text under which README.md or MORE.md shows a picture of the lesson's lab/. Raises
+    ValueError where neither does.
+    """
+    shown = rf"!\[([^\]]+)\]\(lab/{re.escape(path.name)}\)"
+    if found := re.search(shown, pages(path.parents[1])):
+        return found[1]
+    raise ValueError(f"alt of {path.name} is None; accepted: a text, as no page shows the picture")
 
 
 @contextlib.contextmanager

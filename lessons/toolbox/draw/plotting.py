@@ -5,6 +5,7 @@ Every function returns a `ClassFigure` built without pyplot: no global state, sa
 shown inline by Jupyter.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from lessons.toolbox.draw.diagrams import block_map, gantt, mask_image
 from lessons.toolbox.draw.figure import (
     FLAG,
     GREY,
+    HALO,
     ROLES,
     ClassFigure,
     caption,
@@ -25,7 +27,6 @@ from lessons.toolbox.draw.figure import (
     marks,
     number,
     overlapping_texts,
-    place_labels,
     save,
     size_number,
     style,
@@ -142,6 +143,38 @@ def _scales(ax, x):
     else:
         ax.set_ylim(min(0, low), high * 1.1)
         ax.yaxis.set_major_formatter(FuncFormatter(number))
+
+
+def place_labels(ax, labels, avoid, named):
+    """Put each label (x, y, text, colour) right below its dot; with adjustText also clear of the
+    other labels, of all dots, of the texts `named` and of the points `avoid` ([N, 2]).
+    """
+    ax.figure.draw_without_rendering()
+    points = np.array([label[:2] for label in labels])
+    dots, back = ax.transData.transform(points), ax.transData.inverted()
+    look = {"va": "center", "fontweight": "bold", "path_effects": HALO}
+    notes = []
+    for start, (_, _, text, colour) in zip(back.transform(dots + np.array([12, -12])), labels):
+        notes.append(ax.text(*start, text, color=colour, **look))
+    try:
+        from adjustText import adjust_text  # here, because it takes a second to import
+    except ImportError:  # a borrowed GPU machine may have nothing but PyTorch and matplotlib
+        return
+    reach = itertools.product((-8, 8), repeat=2)  # from a dot's middle to its corners
+    corners = [back.transform(dots + np.array(step)) for step in reach]
+    adjust_text(
+        notes,
+        *np.concatenate([avoid, *corners]).T,
+        named,
+        *points.T,
+        avoid_self=False,
+        only_move={"static": "x+y-"},  # below a roof there is room to the right
+        explode_radius=0,
+        force_pull=0,
+        iter_lim=1000,  # a limit in seconds would draw another figure on a slower machine
+        ax=ax,
+        arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.8},
+    )
 
 
 @style()

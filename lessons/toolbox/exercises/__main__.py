@@ -3,10 +3,12 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, all_exercises, write_stub
-from lessons.toolbox.exercises.report import print_progress, run_checks
+from lessons.toolbox.exercises.progress import export_progress, print_progress
+from lessons.toolbox.exercises.report import run_checks
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--impl", default="exercises", help="check: exercises (yours), solutions, or a folder"
     )
+    parser.add_argument("--export", type=Path, help="progress: a CSV file for a spreadsheet")
     options = parser.parse_args(argv)
     return run_command("exercises", lambda: run(options))
 
@@ -33,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
         return 0 if run_checks(options.which, options.impl) else 1
     if options.command == "progress":
         print_progress()
+        if options.export:
+            export_progress(options.export)
         return 0
     files = dict.fromkeys(entry.file for entry in all_exercises(options.which))
     if options.command == "generate":

@@ -18,15 +18,14 @@ from lessons.toolbox.exercises.exercise import (
     Exercise,
     ExerciseError,
     all_exercises,
-    generate,
     untouched_line,
     write_stub,
 )
 from lessons.toolbox.exercises.loading import describe, load_file
+from lessons.toolbox.exercises.parts import Definition, first_line, is_mark, names_of, source_of
 from lessons.toolbox.exercises.report import run_checks
 
 ATTEMPTS = ROOT / "build" / "attempts"
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass
@@ -36,53 +35,6 @@ class Cell:
     imports: list[str]
     definitions: dict[str, str]  # by name, in order; constants too
     rest: list[ast.stmt]  # calls, loops: they run in the notebook and are not saved
-
-
-# ---------------------------------------------------------------- what a cell begins with
-
-
-def stub_of(entry: Exercise) -> str:
-    """The code of an exercise as the learner gets it: the definitions that have its gaps."""
-    text = generate(SOLUTIONS / entry.file)
-    return "\n\n\n".join(_undecorated(text, node) for node in _parts(text, entry))
-
-
-def names_of(entry: Exercise) -> list[str]:
-    """The definitions that an exercise asks for."""
-    return [node.name for node in _parts(generate(SOLUTIONS / entry.file), entry)]
-
-
-def _parts(text: str, entry: Exercise) -> list[Definition]:
-    """Of a generated file: what has an exercise's gaps, and what it decorates."""
-    found = []
-    for node in ast.parse(text).body:
-        if isinstance(node, Definition) and (
-            node.name == entry.name or untouched_line(_source(text, node), entry.id)
-        ):
-            found.append(node)
-    return found
-
-
-def _first(node: ast.stmt) -> int:
-    """Its first line, with decorators."""
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-
-
-def _source(text: str, node: ast.stmt) -> str:
-    return "\n".join(text.splitlines()[_first(node) - 1 : node.end_lineno])
-
-
-def _undecorated(text: str, node: Definition) -> str:
-    """Without `@exercise(...)`, which stays in the file."""
-    lines = text.splitlines()
-    marks = [d for d in node.decorator_list if _is_mark(d)]
-    dropped = {n for mark in marks for n in range(mark.lineno, mark.end_lineno + 1)}
-    kept = [n for n in range(_first(node), node.end_lineno + 1) if n not in dropped]
-    return "\n".join(lines[n - 1] for n in kept)
-
-
-def _is_mark(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "exercise"
 
 
 # ---------------------------------------------------------------- from the cell into the file
@@ -100,9 +52,9 @@ def read_cell(code: str) -> Cell:
     for node in tree.body:
         name = _name(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            cell.imports.append(_source(code, node))
+            cell.imports.append(source_of(code, node))
         elif name:
-            cell.definitions[name] = _source(code, node)
+            cell.definitions[name] = source_of(code, node)
         else:
             cell.rest.append(node)
     return cell
@@ -137,7 +89,7 @@ def save(entry: Exercise, cell: Cell, folder: Path) -> Path | None:
     new = _merged(text, nodes, cell, wanted)
     if new == text:
         return None
-    kept = _keep(entry, "\n\n\n".join(_source(text, n) for n in nodes if _name(n) in wanted))
+    kept = _keep(entry, "\n\n\n".join(source_of(text, n) for n in nodes if _name(n) in wanted))
     beside = path.with_suffix(".tmp")
     beside.write_text(new, encoding="utf-8")
     beside.replace(path)  # whole or not at all
@@ -153,10 +105,12 @@ def _merged(text: str, nodes: list[ast.stmt], cell: Cell, wanted: list[str]) -> 
     for name, source in cell.definitions.items():
         if name in places:
             node = places[name]
-            marks = [d for d in getattr(node, "decorator_list", []) if _is_mark(d)]
+            marks = [d for d in getattr(node, "decorator_list", []) if is_mark(d)]
             mark = ["\n".join(lines[d.lineno - 1 : d.end_lineno]) for d in marks]
-            edits.append((_first(node), node.end_lineno + 1, "\n".join([*mark, source])))
-    here = min((_first(places[name]) for name in wanted if name in places), default=len(lines) + 1)
+            edits.append((first_line(node), node.end_lineno + 1, "\n".join([*mark, source])))
+    here = min(
+        (first_line(places[name]) for name in wanted if name in places), default=len(lines) + 1
+    )
     known = {ast.unparse(node) for node in nodes}
     fresh = [line for line in cell.imports if ast.unparse(ast.parse(line)) not in known]
     fresh += [source for name, source in cell.definitions.items() if name not in places]

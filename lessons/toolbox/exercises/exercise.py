@@ -18,7 +18,7 @@ A gap in a helper that carries no decorator names its exercise: `# SOLUTION 2.1`
                                                   your edits (with --force: after a backup)
     python -m lessons.toolbox.exercises cells [02]         the exercises in the notebooks, likewise
     python -m lessons.toolbox.exercises check [02 | 2.1]   what `make check` runs
-    python -m lessons.toolbox.exercises progress           the map of the course
+    python -m lessons.toolbox.exercises progress [--export FILE]   the map of the course, as CSV
     python -m lessons.toolbox.exercises kills [02]         which check rejects which wrong answer
 """
 

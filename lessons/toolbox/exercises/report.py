@@ -1,7 +1,5 @@
-"""What a learner reads in the terminal: the result of the checks, and the map of the course."""
+"""`make check`: what a learner reads of the checks."""
 
-import ast
-import hashlib
 import json
 import os
 import re
@@ -14,35 +12,13 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from lessons.toolbox.exercises.exercise import (
-    EXERCISES,
-    ROOT,
-    Exercise,
-    all_exercises,
-    has_kernel,
-    untouched_line,
-)
+from lessons.toolbox.exercises.exercise import ROOT, Exercise, all_exercises, has_kernel
 from lessons.toolbox.exercises.loading import folder_of
+from lessons.toolbox.exercises.progress import FAIL, LOOKS, NOT_RUN, PASS, TODO, remember
 from lessons.toolbox.measure.device import CHIP, has_gpu, has_triton
 
-PASS, FAIL, TODO, NOT_RUN, CHANGED = "PASS", "FAIL", "TODO", "NOT RUN", "CHANGED"
-# the worst first
-LOOKS = {
-    TODO: "[yellow]·",
-    FAIL: "[red]✗",
-    NOT_RUN: "[magenta]?",
-    PASS: "[green]✓",
-    CHANGED: "[cyan]*",
-}
-# exercise id -> [status, fingerprint of the code that had it]
-PROGRESS_FILE = ROOT / "build" / "progress.json"
-
 LAVISH = 1.5  # times the sectors that its bytes need: worth a sentence
-IN_A_LINE = 4  # exercises of the map
-
-# ---------------------------------------------------------------- make check
 
 
 def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
@@ -67,7 +43,7 @@ def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
     counts = [f"{LOOKS[s]} {found.count(s)} {s}[/]" for s in LOOKS if s in found]
     console.print("  ".join(counts) + ("   (NOT RUN is no pass)" if NOT_RUN in found else ""))
     if impl == "exercises":
-        _remember(statuses)
+        remember(statuses)
     return not {FAIL, TODO} & set(found)
 
 
@@ -151,68 +127,3 @@ def _print_exercise(console: Console, entry: Exercise, records: list[dict[str, s
         command = f"{python} -m pytest tests/exercises -m {entry.marker} --impl exercises"
         console.print(f"          [dim]all of it, your prints too: {command}[/]")
     return status
-
-
-# ---------------------------------------------------------------- make progress
-
-
-def _remembered() -> dict[str, list[str]]:
-    try:
-        return json.loads(PROGRESS_FILE.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _remember(statuses: dict[Exercise, str]) -> None:
-    now = {entry.id: [status, fingerprint(entry)] for entry, status in statuses.items()}
-    text = json.dumps(_remembered() | now, indent=1)
-    PROGRESS_FILE.parent.mkdir(exist_ok=True)
-    PROGRESS_FILE.write_text(text, encoding="utf-8")
-
-
-def _source(entry: Exercise) -> str:
-    path = EXERCISES / entry.file
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def fingerprint(entry: Exercise) -> str:
-    """Changes when the learner's code of an exercise (or of the helpers beside it) changes;
-    comments and other exercises do not count. Empty for code that does not parse.
-    """
-    try:
-        tree = ast.parse(_source(entry))
-    except (SyntaxError, ValueError):
-        return ""
-    others = {other.name for other in all_exercises(entry.lesson)} - {entry.name}
-    tree.body = [node for node in tree.body if getattr(node, "name", None) not in others]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-def status_now(entry: Exercise) -> str:
-    """An exercise's status without running anything: CHANGED means edited since its last check (or
-    never checked).
-    """
-    source = _source(entry)
-    if not source or untouched_line(source, entry.id):
-        return TODO
-    status, code = _remembered().get(entry.id, [CHANGED, ""])
-    return status if code == fingerprint(entry) else CHANGED
-
-
-def print_progress() -> None:
-    """Every lesson, its exercises and the minutes left, as `make check` last found them."""
-    table, console = Table("lesson", "exercises", "done", "minutes"), Console()
-    table.columns[1].no_wrap = True  # or a sign and its number part at the end of a line
-    statuses = {entry: status_now(entry) for entry in all_exercises()}
-    for file in [*dict.fromkeys(entry.file for entry in statuses), ""]:
-        entries = [entry for entry in statuses if file in (entry.file, "")]
-        left = [entry.minutes for entry in entries if statuses[entry] != PASS]
-        marks = [f"{LOOKS[statuses[entry]]} {entry.id}[/]" for entry in entries if file]
-        name = f"{file[1:3]}  {file[4:-3].replace('_', ' ')}" if file else "all"
-        done = f"{len(entries) - len(left)} of {len(entries)}"
-        lines = ["  ".join(marks[at : at + IN_A_LINE]) for at in range(0, len(marks), IN_A_LINE)]
-        table.add_row(name, "\n".join(lines), done, str(sum(left)))
-    console.print(table)
-    console.print(
-        "  ".join(f"{look} {status}[/]" for status, look in LOOKS.items()) + " since its last check"
-    )

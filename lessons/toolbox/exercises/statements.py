@@ -11,7 +11,6 @@ from pathlib import Path
 
 import nbformat
 
-from lessons.toolbox.exercises.cells import stub_of
 from lessons.toolbox.exercises.exercise import (
     ROOT,
     Exercise,
@@ -19,6 +18,7 @@ from lessons.toolbox.exercises.exercise import (
     all_exercises,
     untouched_line,
 )
+from lessons.toolbox.exercises.parts import stub_of
 
 FOLD = (
     r"<details><summary><b>{id} (.+?)</b> · (.+?)</summary>\n\n"

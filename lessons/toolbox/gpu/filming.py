@@ -124,9 +124,11 @@ class Filming(Counts):
 @cache
 def first_line(file: str, number: int) -> str:
     """The first line of the statement that line `number` belongs to, without its indentation. Of a
-    call over more lines the compiler names that of an argument.
+    call over more lines the compiler names that of an argument. Of CUDA C++ the line itself.
     """
     lines = linecache.getlines(file)
+    if file.endswith(".cu"):
+        return lines[number - 1].strip()
     statements = [
         node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.stmt)
     ]

@@ -10,11 +10,9 @@ clock and no plot of its own. Each benchmark leaves NAME.json, NAME.png and NAME
 """
 
 import argparse
-import functools
 import gc
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +24,14 @@ from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.draw.plotting import ROLES
 from lessons.toolbox.measure import timing
 from lessons.toolbox.measure.device import default_device, fingerprint
+from lessons.toolbox.measure.providers import (
+    Unavailable,
+    compiled,
+    disagreement,
+    failure,
+    needs,
+    on_gpu,
+)
 from lessons.toolbox.measure.records import (
     TITLE_FACTS,
     complaints,
@@ -36,24 +42,10 @@ from lessons.toolbox.measure.records import (
     write_json,
 )
 
+# what a lab/benchmark.py is written with
+__all__ = ["Benchmark", "Unavailable", "compiled", "needs", "on_gpu"]
 ROOT = Path(__file__).resolve().parents[3]
 OUT = ROOT / "build" / "bench"
-
-
-class Unavailable(Exception):
-    """Raised by a provider's make_fn where it cannot run; its one line is the recorded reason."""
-
-
-def on_gpu(make: Callable) -> Callable:
-    """A provider that is only timed on a GPU."""
-
-    @functools.wraps(make)
-    def checked(*inputs):
-        if not any(isinstance(i, torch.Tensor) and i.is_cuda for i in inputs):
-            raise Unavailable("needs a GPU: the interpreter's speed says nothing about a kernel")
-        return make(*inputs)
-
-    return checked
 
 
 @dataclass(frozen=True)
@@ -204,7 +196,7 @@ def _compared(benchmark, x, device, full) -> tuple[dict[str, Callable], dict[str
     try:
         inputs = benchmark.inputs(x, device)
     except Exception as error:
-        return {}, dict.fromkeys(benchmark.providers, _failure(error))
+        return {}, dict.fromkeys(benchmark.providers, failure(error))
     for label, (_, make_fn) in benchmark.providers.items():
         if label in full:
             continue
@@ -217,7 +209,7 @@ def _compared(benchmark, x, device, full) -> tuple[dict[str, Callable], dict[str
                 first, truth = label, output.detach().clone() if copied else output
             complaint = disagreement(output, truth, benchmark.tolerance)
         except Exception as error:
-            points[label] = _failure(error)
+            points[label] = failure(error)
             continue
         if complaint:
             points[label] = {"status": "wrong", "reason": f"differs from {first!r}: {complaint}"}
@@ -234,52 +226,15 @@ def _timed(functions: dict[str, Callable], **how) -> dict[str, dict]:
         timings = timing.interleave(functions, **how) if functions else {}
         return {label: {"status": "ok", **asdict(t)} for label, t in timings.items()}
     except Exception as error:
-        failure = _failure(error)
+        together = failure(error)
     if len(functions) == 1:
-        return dict.fromkeys(functions, failure)
+        return dict.fromkeys(functions, together)
     points = {}
     for label, function in functions.items():
         points |= _timed({label: function}, **how)
         flags = points[label].setdefault("flags", [])
-        flags.append(f"timed alone: together {failure['reason']}")
+        flags.append(f"timed alone: together {together['reason']}")
     return points
-
-
-def _failure(error: Exception) -> dict:
-    """How an exception is recorded. PyTorch's CPU allocator raises a plain RuntimeError, so the
-    words decide.
-    """
-    status, reason = "failed", f"{type(error).__name__}: {error}"
-    if isinstance(error, Unavailable):
-        status, reason = "not run", str(error)
-    elif re.search("out of memory|can't allocate memory|MemoryError", reason):
-        status, reason = "out of memory", str(error)
-    return {"status": status, "reason": reason.split("\n")[0][:300]}
-
-
-def disagreement(output, truth, tolerance: float) -> str:
-    """Why `output` is not `truth`, in one line; "" if it is. Tensors [...]: relative errors,
-    computed on their device; anything else: equality.
-    """
-    if output is None or truth is None:
-        return "a provider returned None; accepted: its output, so that it can be compared"
-    if not isinstance(output, torch.Tensor):
-        return "" if output == truth else "outputs differ"
-    if output.shape != truth.shape:
-        return f"shape {list(output.shape)}, not {list(truth.shape)}"
-    # integers fit into float64, 16 bits into float32
-    wide = torch.promote_types(truth.dtype, torch.float32)
-    wide = wide if truth.is_floating_point() else torch.float64
-    got, want = output.to(truth.device, wide), truth.to(wide)
-    # Infinities are equal to themselves, and NaN is equal to nothing.
-    difference, size = torch.where(got == want, 0, got - want), want.nan_to_num(0, 0, 0)
-    tiny = torch.finfo(wide).tiny
-    error = float(difference.norm() / size.norm().clamp_min(tiny))
-    worst = float(difference.abs().max() / size.abs().max().clamp_min(tiny))
-    # the second rule: one wrong row of many hardly moves the norm
-    if error <= tolerance and worst <= 10 * tolerance:
-        return ""
-    return f"relative error {error:.1e}, worst element {worst:.1e}, tolerance {tolerance:.1e}"
 
 
 # ---- the command
@@ -338,7 +293,7 @@ def measure_and_draw(options: argparse.Namespace, root: Path) -> int:
 
 
 if __name__ == "__main__":
-    # not __main__'s copy: lessons import Unavailable from the module
+    # not __main__'s copy: a rehearsal changes the module
     from lessons.toolbox.measure.bench import main
 
     sys.exit(main())

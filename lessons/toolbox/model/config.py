@@ -89,8 +89,7 @@ class MoEConfig:
         if self.n_routed_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
             raise ValueError(
                 f"n_routed_experts ({self.n_routed_experts}) must be a multiple of n_group "
-                f"({self.n_group}), and "
-                f"topk_group ({self.topk_group}) be 1 to n_group"
+                f"({self.n_group}), and topk_group ({self.topk_group}) be 1 to n_group"
             )
         if not 1 <= self.num_experts_per_tok <= self.topk_group * self.group_size:
             raise ValueError(
@@ -101,9 +100,8 @@ class MoEConfig:
         # because a group counts as its best two experts
         if self.topk_method == "noaux_tc" and self.group_size < 2:
             raise ValueError(
-                f"noaux_tc needs groups of two experts or more, n_routed_experts "
-                f"({self.n_routed_experts}) in "
-                f"n_group ({self.n_group}) groups are fewer"
+                "noaux_tc needs groups of two experts or more, n_routed_experts "
+                f"({self.n_routed_experts}) in n_group ({self.n_group}) groups are fewer"
             )
 
     @property

@@ -271,9 +271,8 @@ def _worst(
     at = tuple(int(i) for i in torch.unravel_index(magnitude.argmax(), magnitude.shape))
     count = int((error.abs() > 2 * _max(error_eager.abs())).sum())
     return (
-        f"worst at {list(at)}: {out[at].item():.8g}, oracle {ref64[at].item():.8g}; "
-        f"{count} of {out.numel()} elements are more than twice as wrong as the naive version ever "
-        f"is"
+        f"worst at {list(at)}: {out[at].item():.8g}, oracle {ref64[at].item():.8g}; {count} of "
+        f"{out.numel()} elements are more than twice as wrong as the naive version ever is"
     )
 
 

@@ -226,9 +226,8 @@ def sentence(rows: list[list[str]]) -> str:
     return (
         f"Of the {len(rows)} kernels, {on_gpu or 'none'} are proved equal to the naive code on a "
         f"GPU{others}. The compiled code of {executed or 'none'} has also run on a CPU, "
-        f"instruction by instruction, and was equal. The compiler takes "
-        f"{', '.join(compiled[:-1])} and {compiled[-1]} without spills "
-        f"([the table](results/README.md))."
+        f"instruction by instruction, and was equal. The compiler takes {', '.join(compiled[:-1])} "
+        f"and {compiled[-1]} without spills ([the table](results/README.md))."
     )
 
 

@@ -1,6 +1,8 @@
 """Traps for a kernel that only looks right: poison, canaries, and a count of what it allocates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -114,6 +116,24 @@ def with_canaries(
     """
     canaries = Canaries(shape, dtype, device, guard, row_padding)
     return canaries.tensor, canaries.check
+
+
+@contextmanager
+def guarded_empty() -> Iterator[list[Callable[[], None]]]:
+    """Within it `torch.empty` returns poison between canaries. Yields the list of their checks,
+    one for each tensor, and makes all of them at its end.
+    """
+    checks = []
+
+    def guarded(*shape, dtype, device):
+        tensor, check = with_canaries(shape, dtype, device, guard=4096)
+        checks.append(check)
+        return tensor
+
+    with mock.patch.object(torch, "empty", guarded):
+        yield checks
+    for check in checks:
+        check()
 
 
 # ---------------------------------------------------------------- counting

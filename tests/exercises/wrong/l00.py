@@ -7,6 +7,7 @@ import torch
 from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l00_gpu_and_triton import add_kernel, copy_rows_kernel, outer_kernel
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -252,10 +253,7 @@ answers.slips(
     + out_ptr + column * columns + row
 
     both_swapped: Load and store have changed places: x is read by r · columns + c.
-    - x_ptr + row * columns + column
-    + x_ptr + column * rows + row
-    - out_ptr + column * rows + row
-    + out_ptr + row * columns + column
+    = not_transposed, rows_and_columns_swapped
     """,
 )
 
@@ -292,6 +290,10 @@ answers.slips(
     - other=-float("inf")
     + other=0.0
 
+    other_very_small: A row may be smaller still: nothing but minus infinity is below every number.
+    - other=-float("inf")
+    + other=-1e9
+
     no_maximum: exp(1000) is infinite. Subtract the row's maximum first.
     - x - tl.max(x, axis=0)
     + x
@@ -324,6 +326,17 @@ def base_two_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
     weights = tl.exp2((x - tl.max(x, axis=0)) * 1.4426950408889634)
     share = 1.0 / tl.sum(weights, axis=0)
     tl.store(out_ptr + at, weights * share, mask=column < columns)
+
+
+# ---------------------------------------------------------------- without a kernel
+
+attacks(answers, "0.1", lambda x: x.clone())
+attacks(answers, "0.2", lambda x, y: x + y)
+attacks(answers, "0.3", lambda x: x.sum(dim=1))
+attacks(answers, "0.4", lambda x: x.clone(memory_format=torch.contiguous_format))
+attacks(answers, "0.5", lambda x, y: x[:, None] * y[None, :])
+attacks(answers, "0.6", lambda x: x.T.contiguous())
+attacks(answers, "0.7", lambda x: torch.softmax(x, dim=1))
 
 
 from tests.exercises.wrong import l00_tiles  # noqa: E402, F401  registers the rest

@@ -4,6 +4,7 @@ import torch
 
 from lessons.l00_gpu_and_triton.cuda_source import run_cuda
 from lessons.toolbox.kernels.triton_ import tl, triton
+from tests.exercises.wrong.attacks import attacks, cuda_attacks
 from tests.exercises.wrong.l00 import answers
 
 # ---------------------------------------------------------------- 0.8
@@ -14,6 +15,10 @@ answers.slips(
     begins_at_0: You begin with 0, and 0 is larger than every negative number.
     - tl.full([BLOCK], -float("inf"), tl.float32)
     + tl.zeros([BLOCK], tl.float32)
+
+    begins_at_minus_1e9: A row may be smaller still: only minus infinity is below every number.
+    - tl.full([BLOCK], -float("inf"), tl.float32)
+    + tl.full([BLOCK], -1e9, tl.float32)
 
     other_0: Padding of 0 wins over negative numbers. Which value never wins?
     - other=-float("inf")
@@ -168,12 +173,7 @@ answers.slips(
     "0.11",
     """
     no_barrier: There is no barrier: a thread reads what another thread may not have written yet.
-    - part[thread] = x[thread];
-    - __syncthreads();
-    + part[thread] = x[thread];
-    - part[thread] += part[thread + half];
-    - __syncthreads();
-    + part[thread] += part[thread + half];
+    = before_the_loop_only, in_the_loop_only
 
     before_the_loop_only: In each step a thread reads what another thread wrote in the step before:
         a barrier a step.
@@ -262,3 +262,12 @@ extern "C" __global__ void warp_sums(const float* x, float* out) {
     out = torch.empty_like(x)
     run_cuda(source, "warp_sums", len(x), 32, x, out)
     return out
+
+
+# ---------------------------------------------------------------- without a kernel
+
+attacks(answers, "0.8", lambda x: x.amax(dim=1))
+attacks(answers, "0.9", lambda a, b: (a.double() @ b.double()).float())
+attacks(answers, "0.10", lambda a, b: (a.double() @ b.double()).float())
+cuda_attacks(answers, "0.11", lambda x: x.sum()[None])
+cuda_attacks(answers, "0.12", lambda x: x.sum(dim=1, keepdim=True).repeat(1, 32))

@@ -242,14 +242,7 @@ answers.slips(
     + for _ in range(min(warmup, 1)):
 
     left_mean: Two bugs are left: the warm-up, and the mean.
-    - for _ in range(warmup):
-    -     launch()
-    - times = []
-    - for _ in range(repetitions):
-    + times = []
-    + for _ in range(warmup + repetitions):
-    - median=deciles[4]
-    + median=sum(times) / len(times)
+    = counts_warm_up, mean
     """,
 )
 

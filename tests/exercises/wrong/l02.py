@@ -146,9 +146,7 @@ answers.slips(
 
     below_p_as_printed: You keep tokens whose running sum is below p. The one that reaches p stays
         too: compare the mass before a token.
-    - torch.nn.functional.pad(short_of_p, (1, -1), value=True)
-    + short_of_p
-    - stays = stays | (top_p[:, None] == 1)
+    = may_keep_nothing, rounded_top_p_1
 
     not_renormalised: What you return no longer sums to 1: divide by the mass that stayed.
     - return kept / kept.sum(-1, keepdim=True)
@@ -251,16 +249,7 @@ answers.slips(
     "2.3",
     """
     as_given: All three bugs are there. Trace two steps by hand.
-    - attending(torch.arange(len(tokens)))
-    + attending(torch.cat([torch.arange(len(prompt)), torch.arange(len(output))]))
-    - model.logits(hidden[-1:])
-    + model.logits(hidden)[len(prompt) - 1]
-    - output.append(token)
-    - if token in stop_token_ids:
-    -     break
-    + if token in stop_token_ids:
-    +     break
-    + output.append(token)
+    = stale_row, positions_restart, drops_stop_token
 
     stale_row: Every step reads the logits at the prompt's end. Which row predicts the next token?
     - model.logits(hidden[-1:])
@@ -320,30 +309,13 @@ answers.slips(
     + prompt
 
     two_bugs_left_row: Two bugs are left: the positions, and the stop token.
-    - attending(torch.arange(len(tokens)))
-    + attending(torch.cat([torch.arange(len(prompt)), torch.arange(len(output))]))
-    - output.append(token)
-    - if token in stop_token_ids:
-    -     break
-    + if token in stop_token_ids:
-    +     break
-    + output.append(token)
+    = positions_restart, drops_stop_token
 
     two_bugs_left_positions: Two bugs are left: the row, and the stop token.
-    - model.logits(hidden[-1:])
-    + model.logits(hidden)[len(prompt) - 1]
-    - output.append(token)
-    - if token in stop_token_ids:
-    -     break
-    + if token in stop_token_ids:
-    +     break
-    + output.append(token)
+    = stale_row, drops_stop_token
 
     two_bugs_left_stop: Two bugs are left: the row, and the positions.
-    - attending(torch.arange(len(tokens)))
-    + attending(torch.cat([torch.arange(len(prompt)), torch.arange(len(output))]))
-    - model.logits(hidden[-1:])
-    + model.logits(hidden)[len(prompt) - 1]
+    = stale_row, positions_restart
     """,
 )
 

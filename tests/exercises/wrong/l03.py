@@ -609,26 +609,17 @@ answers.slips(
     + held += len(new)
 
     two_bugs_left_token: Two bugs are left: the positions, and what each pass feeds.
-    - answer, new = [], left_over + turn
-    + answer, new, held = [], left_over + turn, 0
-    - new = [token]
-    + new = list(answer)
+    = positions_restart, whole_answer_again
 
     two_bugs_left_positions: Two bugs are left: a token forgotten, and one fed again.
-    - answer, new = [], left_over + turn
-    + answer, new = [], turn
-    - new = [token]
-    + new = list(answer)
+    = last_token_forgotten, whole_answer_again
 
     two_bugs_left_answer: Two bugs are left, both where a new turn begins.
     - answer, new = [], left_over + turn
     + answer, new, held = [], turn, 0
 
     as_given: All three bugs are there. Write down the passes of the example.
-    - answer, new = [], left_over + turn
-    + answer, new, held = [], turn, 0
-    - new = [token]
-    + new = list(answer)
+    = whole_answer_again, two_bugs_left_answer
     """,
 )
 

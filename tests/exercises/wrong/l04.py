@@ -7,6 +7,7 @@ from lessons.l04_positions import naive
 from lessons.l04_positions.alibi import alibi_slopes
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -301,14 +302,7 @@ answers.slips(
     "4.4",
     """
     as_given: All four bugs are there. Work the example through, then a token whose slot is -1.
-    - tl.load(positions_ptr + token)
-    + token
-    - second * cos + first * sin
-    + second * cos + (first * cos - second * sin) * sin
-    - turns = head < NUM_HEADS + NUM_KV_HEADS
-    + turns = head >= 0
-    - inside & ((head < NUM_HEADS) | (slot >= 0))
-    + inside
+    = offset_ignored, first_half_reused, v_rotated, slot_not_skipped
 
     offset_ignored: You turn by the token's number in the batch. `positions` says where it is.
     - tl.load(positions_ptr + token)
@@ -372,47 +366,29 @@ answers.slips(
     + slot = tl.load(slot_mapping_ptr + token)
 
     three_left_v: Three bugs are left: the position, the second half, the slot of -1.
-    - tl.load(positions_ptr + token)
-    + token
-    - second * cos + first * sin
-    + second * cos + (first * cos - second * sin) * sin
-    - inside & ((head < NUM_HEADS) | (slot >= 0))
-    + inside
+    = offset_ignored, first_half_reused, slot_not_skipped
 
     three_left_slot: The position and the second half are left. Once q is right, look at v again.
-    - tl.load(positions_ptr + token)
-    + token
-    - second * cos + first * sin
-    + second * cos + (first * cos - second * sin) * sin
-    - turns = head < NUM_HEADS + NUM_KV_HEADS
-    + turns = head >= 0
+    = offset_ignored, first_half_reused, v_rotated
 
     three_left_half: Three bugs are left: the position, v, the slot of -1.
-    - tl.load(positions_ptr + token)
-    + token
-    - turns = head < NUM_HEADS + NUM_KV_HEADS
-    + turns = head >= 0
-    - inside & ((head < NUM_HEADS) | (slot >= 0))
-    + inside
+    = offset_ignored, v_rotated, slot_not_skipped
 
     three_left_position: The second half and the slot of -1 are left. Once q is right, look at v
         again.
-    - second * cos + first * sin
-    + second * cos + (first * cos - second * sin) * sin
-    - turns = head < NUM_HEADS + NUM_KV_HEADS
-    + turns = head >= 0
-    - inside & ((head < NUM_HEADS) | (slot >= 0))
-    + inside
+    = first_half_reused, v_rotated, slot_not_skipped
     """,
 )
 
 
-@answers.wrong("4.4", "PyTorch does it all. Write the kernel.")
 def in_pytorch(q, k, v, k_cache, v_cache, positions, slot_mapping, cos_sin_cache):
     q.copy_(naive.rotate(q, positions, cos_sin_cache))
     kept = slot_mapping >= 0
     k_cache[slot_mapping[kept]] = naive.rotate(k, positions, cos_sin_cache)[kept]
     v_cache[slot_mapping[kept]] = v[kept]
+
+
+attacks(answers, "4.4", in_pytorch)
 
 
 @triton.jit

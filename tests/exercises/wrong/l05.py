@@ -8,6 +8,7 @@ from lessons.l02_naive_attention import naive
 from lessons.l03_kv_cache.optimized import decode_attention as one_program_per_query_head
 from lessons.l05_gqa import optimized as lesson
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -234,18 +235,26 @@ answers.wrong(
 answers.alternative("5.2")(lesson.decode_attention)
 
 
+def in_pytorch(q, k_cache, v_cache, context_lens, softmax_scale=None, window=None):
+    """Lesson 2's attention, sequence after sequence."""
+    out = torch.zeros_like(q)
+    for b, n in enumerate(context_lens.tolist()):
+        held = [x[b, :n].float() for x in (q[:, None], k_cache, v_cache)]
+        held[0] = q[b : b + 1].float()
+        out[b] = naive.attention(*held, softmax_scale, window=window)[0]
+    return out
+
+
+attacks(answers, "5.2", in_pytorch)
+
+
 # ---------------------------------------------------------------- 5.3 converting
 
 answers.slips(
     "5.3",
     """
     as_given: All three bugs are there. Work the example by hand.
-    - if ".k_proj." in name or ".v_proj." in name:
-    + if ".k_proj.weight" in name or ".v_proj.weight" in name:
-    - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
-    - converted[name] = heads.mean(1).flatten(0, 1)
-    + heads = weight.view(-1, num_kv_heads, config.head_dim, *weight.shape[1:])
-    + converted[name] = heads.sum(0).flatten(0, 1)
+    = two_bugs_left_bias, biases_forgotten
 
     two_bugs_left_bias: Two bugs are left: which heads form a group, and what they become.
     - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
@@ -254,18 +263,10 @@ answers.slips(
     + converted[name] = heads.sum(0).flatten(0, 1)
 
     two_bugs_left_groups: Two bugs are left: what a group becomes, and the biases.
-    - if ".k_proj." in name or ".v_proj." in name:
-    + if ".k_proj.weight" in name or ".v_proj.weight" in name:
-    - heads.mean(1)
-    + heads.sum(1)
+    = sum_instead_of_mean, biases_forgotten
 
     two_bugs_left_sum: Two bugs are left: which heads form a group, and the biases.
-    - if ".k_proj." in name or ".v_proj." in name:
-    + if ".k_proj.weight" in name or ".v_proj.weight" in name:
-    - heads = weight.view(num_kv_heads, -1, config.head_dim, *weight.shape[1:])
-    - converted[name] = heads.mean(1).flatten(0, 1)
-    + heads = weight.view(-1, num_kv_heads, config.head_dim, *weight.shape[1:])
-    + converted[name] = heads.mean(0).flatten(0, 1)
+    = heads_by_modulo, biases_forgotten
 
     float32_means: Your means are float32. The checkpoint's dtype stays.
     - return converted, replace

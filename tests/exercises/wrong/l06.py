@@ -424,14 +424,7 @@ answers.slips(
     "6.4",
     """
     as_given: That is the code as it was given.
-    - torch.cat([c_kv[t], turn(k_pe[t], t)])
-    + torch.cat([c_kv[t], k_pe[t]])
-    - query @ rows.T
-    + query @ torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], dim=-1).T
-    - rows[:, :rank]
-    + rows[:, -rank:]
-    - q.shape[-1] ** -0.5
-    + query.shape[-1] ** -0.5
+    = key_kept_before_rotation, values_from_the_last_columns, scale_of_the_row
 
     key_kept_before_rotation: k_pe is kept unrotated, and every key is turned to the newest
         position: all tokens seem to be where the query is.
@@ -473,12 +466,7 @@ answers.slips(
     + seen[:, :rank]
 
     two_of_three_found: The scale is right now. Two bugs are left.
-    - torch.cat([c_kv[t], turn(k_pe[t], t)])
-    + torch.cat([c_kv[t], k_pe[t]])
-    - query @ rows.T
-    + query @ torch.cat([rows[:, :rank], turn(rows[:, rank:], t)], dim=-1).T
-    - rows[:, :rank]
-    + rows[:, -rank:]
+    = key_kept_before_rotation, values_from_the_last_columns
     """,
 )
 

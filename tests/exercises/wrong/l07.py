@@ -4,6 +4,7 @@ import torch
 
 from lessons.l07_kernel_fusion import naive, optimized, stand_ins
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -122,6 +123,7 @@ def two_kernels(x, residual, weight, eps):
 
 
 answers.alternative("7.1")(optimized.add_rms_norm)
+attacks(answers, "7.1", naive.add_rms_norm)
 
 
 # ---------------------------------------------------------------- 7.2 the loop
@@ -202,12 +204,7 @@ answers.slips(
     "7.3",
     """
     as_given: All three bugs are there. Compute the examples by hand.
-    - silu(gate) * up
-    + silu(up) * gate
-    - mean(dim=-1, keepdim=True)
-    + mean(dim=(-2, -1), keepdim=True)
-    - torch.exp(wide - wide.amax(dim=-1, keepdim=True))
-    + torch.exp(wide)
+    = swiglu_left, qk_norm_left, softmax_left
 
     swiglu_left: One bug is left: which half goes through silu?
     - silu(gate) * up
@@ -222,22 +219,13 @@ answers.slips(
     + torch.exp(wide)
 
     swiglu_fixed_alone: Two bugs are left, in qk_norm and softmax.
-    - mean(dim=-1, keepdim=True)
-    + mean(dim=(-2, -1), keepdim=True)
-    - torch.exp(wide - wide.amax(dim=-1, keepdim=True))
-    + torch.exp(wide)
+    = qk_norm_left, softmax_left
 
     qk_norm_fixed_alone: Two bugs are left, in swiglu and softmax.
-    - silu(gate) * up
-    + silu(up) * gate
-    - torch.exp(wide - wide.amax(dim=-1, keepdim=True))
-    + torch.exp(wide)
+    = swiglu_left, softmax_left
 
     softmax_fixed_alone: Two bugs are left, in swiglu and qk_norm.
-    - silu(gate) * up
-    + silu(up) * gate
-    - mean(dim=-1, keepdim=True)
-    + mean(dim=(-2, -1), keepdim=True)
+    = swiglu_left, qk_norm_left
 
     sigmoid: sigmoid(gate) · up is the older GLU; silu(z) = z · sigmoid(z).
     - torch.nn.functional.silu(gate)

@@ -108,30 +108,16 @@ answers.slips(
     "8.2",
     """
     as_given: More than one bug is left. Work the example by hand.
-    - torch.full((len(scores),), -torch.inf)
-    + torch.zeros(len(scores))
-    - acc = acc * alpha[:, None] + p
-    + acc = acc + p
-    - :, None ], m + torch.log2(l)
-    + :, None ], torch.log2(l)
+    = max_starts_at_0, stale_acc, lse_without_the_max
 
     two_bugs_left_max: Two bugs are left: acc when the max grows, and the last line.
-    - acc = acc * alpha[:, None] + p
-    + acc = acc + p
-    - :, None ], m + torch.log2(l)
-    + :, None ], torch.log2(l)
+    = stale_acc, lse_without_the_max
 
     two_bugs_left_acc: Two bugs are left: where the max starts, and the last line.
-    - torch.full((len(scores),), -torch.inf)
-    + torch.zeros(len(scores))
-    - :, None ], m + torch.log2(l)
-    + :, None ], torch.log2(l)
+    = max_starts_at_0, lse_without_the_max
 
     two_bugs_left_lse: Two bugs are left, both inside a split.
-    - torch.full((len(scores),), -torch.inf)
-    + torch.zeros(len(scores))
-    - acc = acc * alpha[:, None] + p
-    + acc = acc + p
+    = max_starts_at_0, stale_acc
 
     max_starts_at_0: Your max starts at 0: a row of -1000 never goes below it, and exp2(-1443) is 0.
     - torch.full((len(scores),), -torch.inf)

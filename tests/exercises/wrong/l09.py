@@ -6,6 +6,7 @@ from lessons.l08_online_softmax.naive import finish, from_scores, identity, merg
 from lessons.l09_flash_attention.tiles import key_range
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -331,12 +332,16 @@ def query_by_query(q, k, v, sinks, block=16):
     return out
 
 
-@answers.wrong("9.2", "PyTorch computes it, and the kernel does nothing.")
 def in_pytorch(q, k, v, sinks, block=16):
     """The softmax of all scores and the sink, without the sink's column."""
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[2] ** -0.5
     whole = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
-    return torch.einsum("hqk,khd->qhd", torch.softmax(whole, dim=-1)[..., :-1], v)
+    return torch.einsum("hqk,khd->qhd", torch.softmax(whole, dim=-1)[..., :-1], v.float()).to(
+        q.dtype
+    )
+
+
+attacks(answers, "9.2", in_pytorch)
 
 
 # ---------------------------------------------------------------- 9.3 predict

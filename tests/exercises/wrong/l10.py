@@ -7,6 +7,7 @@ import torch
 from lessons.l08_online_softmax import naive as online
 from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -314,7 +315,6 @@ def in_two_passes(partial_out, partial_lse):
     return out
 
 
-@answers.wrong("10.3", "PyTorch merges the splits, and the kernel does nothing.")
 def one_after_the_other(partial_out, partial_lse):
     """Lesson 8's merge, split by split."""
     parts = [
@@ -323,75 +323,31 @@ def one_after_the_other(partial_out, partial_lse):
     return online.finish(reduce(online.merge, parts))[0]
 
 
+attacks(answers, "10.3", one_after_the_other)
+
+
 # ---------------------------------------------------------------- 10.4 the batch must not show
 
 answers.slips(
     "10.4",
     """
     as_given: More than one bug is left. Work the docstring's example by hand first.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = number_by_the_batch, l_without_m, heads_across, window_per_split
 
     three_left_size_fixed: Begin with the merge: sums relative to different maxima are added. More
         may be wrong.
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = l_without_m, heads_across, window_per_split
 
     three_left_m_fixed: The merge is right. Look at the splits' size, the heads and the window.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = number_by_the_batch, heads_across, window_per_split
 
     three_left_heads_fixed: Begin with the merge: sums relative to different maxima are added. More
         may be wrong.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - first = 0 if window is None else max(length - window, 0)
-    + first = 0
-    - cache[b, start :
-    + cache[b, max(start, min(start + split_size, length) - (window or length)) :
+    = number_by_the_batch, l_without_m, window_per_split
 
     three_left_window_fixed: Begin with the merge: sums relative to different maxima are added. More
         may be wrong.
-    - m = torch.full(
-    + split_size = max(1, -(-length // max(1, 16 // (len(q) * num_kv_heads))))
-    + m = torch.full(
-    - torch.maximum(m, scores.amax(-1))
-    + scores.amax(-1)
-    - torch.exp(m - m_new)
-    + torch.ones_like(m)
-    - q[b].view(num_kv_heads, group, head_dim)
-    + q[b].view(group, num_kv_heads, head_dim).transpose(0, 1)
+    = number_by_the_batch, l_without_m, heads_across
 
     number_by_the_batch: The number of splits depends on the batch. Use split_size.
     - m = torch.full(

@@ -282,20 +282,10 @@ answers.slips(
     + state.memory[:, :capacity], 0.0
 
     two_left_outside: A tensor of the graph is replaced, and perhaps not one alone.
-    - state.seed.add_(1)
-    + state.seed = state.seed + 1
-    - # A row of padding gets what was there.
-    + state.memory = state.memory.clone()
+    = memory_left, seed_left
 
     three_left: The error names the first line that cannot be captured, and perhaps not the last.
-    - state.seed.add_(1)
-    + state.seed = state.seed + 1
-    - # A row of padding gets what was there.
-    + state.memory = state.memory.clone()
-    - capacity = state.memory.shape[1]
-    + capacity = int(state.lengths.max())
-    - state.memory, 0.0
-    + state.memory[:, :capacity], 0.0
+    = length_left, memory_left, seed_left
 
     branch: `if` on a tensor waits for the GPU; torch.where decides there.
     - # A row of padding gets what was there.

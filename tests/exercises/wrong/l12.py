@@ -3,7 +3,9 @@
 import torch
 
 from lessons.l12_paged_kv.blocks import BlockPool
+from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -346,8 +348,7 @@ def gathers(q, k_cache, v_cache, block_table, context_lens):
     return out
 
 
-@answers.alternative("12.3")
-def page_by_page(q, k_cache, v_cache, block_table, context_lens):
+def in_pytorch(q, k_cache, v_cache, block_table, context_lens):
     """A page is a tile: lesson 8's state, page after page, views instead of copies."""
     (_, num_heads, dim), (_, size, kv_heads, _) = q.shape, k_cache.shape
     out = torch.zeros_like(q)
@@ -368,20 +369,71 @@ def page_by_page(q, k_cache, v_cache, block_table, context_lens):
     return out
 
 
+attacks(answers, "12.3", in_pytorch)
+
+
+@triton.jit
+def page_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    lens_ptr,
+    max_blocks,
+    stride_kblock,
+    stride_kn,
+    stride_kh,
+    stride_vblock,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A page is a tile, padded to BLOCK_N rows."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    at = (b * tl.num_programs(1) + head) * HEAD_DIM + d
+    q = tl.load(q_ptr + at, mask=d < HEAD_DIM, other=0.0)
+    length = tl.load(lens_ptr + b)
+    m, l, acc = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    for page in range(0, tl.cdiv(length, PAGE_SIZE)):
+        block = tl.load(table_ptr + b * max_blocks + page).to(tl.int64)
+        held = (n < PAGE_SIZE) & (page * PAGE_SIZE + n < length)
+        mask = held[:, None] & (d < HEAD_DIM)[None, :]
+        k_row = k_ptr + block * stride_kblock + n[:, None] * stride_kn + head // GROUP * stride_kh
+        v_row = v_ptr + block * stride_vblock + n[:, None] * stride_vn + head // GROUP * stride_vh
+        s = tl.sum(q[None, :] * tl.load(k_row + d[None, :], mask=mask, other=0.0), axis=1)
+        s = tl.where(held, s / tl.sqrt(HEAD_DIM * 1.0), -float("inf"))
+        new = tl.maximum(m, tl.max(s, axis=0))
+        p = tl.exp(s - new)
+        v = tl.load(v_row + d[None, :], mask=mask, other=0.0)
+        acc = acc * tl.exp(m - new) + tl.sum(p[:, None] * v, axis=0)
+        l = l * tl.exp(m - new) + tl.sum(p, axis=0)
+        m = new
+    tl.store(out_ptr + at, acc / tl.where(length > 0, l, 1.0), mask=d < HEAD_DIM)
+
+
 @answers.alternative("12.3")
-def by_scores_first(q, k_cache, v_cache, block_table, context_lens):
-    """All scores of a sequence, page by page; then a softmax; then the values, page by page."""
-    size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    out = torch.zeros_like(q)
-    for b, length in enumerate(context_lens.tolist()):
-        parts = [
-            (block_table[b, at // size], min(size, length - at)) for at in range(0, length, size)
-        ]
-        for head in range(q.shape[1] if parts else 0):
-            scores = [k_cache[block, :n, head // group] @ q[b, head] for block, n in parts]
-            weights = torch.softmax(torch.cat(scores) * q.shape[2] ** -0.5, 0)
-            pieces = weights.split([n for _, n in parts])
-            out[b, head] = sum(
-                w @ v_cache[i, :n, head // group] for w, (i, n) in zip(pieces, parts)
-            )
+def page_by_page(q, k_cache, v_cache, block_table, context_lens):
+    out = torch.empty_like(q)
+    page_kernel[q.shape[:2]](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_table,
+        context_lens,
+        block_table.shape[1],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=q.shape[1] // k_cache.shape[2],
+        HEAD_DIM=q.shape[2],
+        PAGE_SIZE=k_cache.shape[1],
+        BLOCK_N=triton.next_power_of_2(k_cache.shape[1]),
+        BLOCK_D=triton.next_power_of_2(q.shape[2]),
+    )
     return out

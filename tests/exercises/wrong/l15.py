@@ -90,6 +90,12 @@ def by_a_loop(prompt_len, num_decodes, budget):
 answers.slips(
     "15.2",
     """
+    two_tokens_decode: A request that lacks two tokens does not decode: those with one go first.
+    - request[1] == 1]
+    - prompts = [request for request in running if request[1] > 1]
+    + request[1] <= 2]
+    + prompts = [request for request in running if request[1] > 2]
+
     as_given: More than one bug is left. Work the docstring's example by hand first.
     - decodes = [request for request in running if request[1] == 1]
     - prompts = [request for request in running if request[1] > 1]

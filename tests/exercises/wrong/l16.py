@@ -13,6 +13,10 @@ answers = Answers()
 answers.slips(
     "16.1",
     """
+    last_of_equals: Of equal speed-ups the smaller count wins.
+    - max(range(11), key=gain)
+    + max(range(10, -1, -1), key=gain)
+
     no_bonus_token: A step always emits one token that was not drafted: after a rejection, or the
         bonus.
     - sum(alpha**kept for kept in range(k + 1))
@@ -80,6 +84,14 @@ def by_a_running_sum(alpha, count, cost_ratio):
 answers.slips(
     "16.2",
     """
+    zero_stays: u is 0 and p is 0: u is not below p / q, so the token goes.
+    - u[row, 0] * q[row, token] >= p[row, token]
+    + u[row, 0] * q[row, token] > p[row, token]
+
+    a_little_residual: The residual of a token may be 0. A little more, and it can be drawn.
+    - (p[row] - q[row]).clamp(min=0)
+    + (p[row] - q[row]).clamp(min=1e-6)
+
     as_it_was: Bugs are left. Work the docstring's two examples by hand first.
     - if u[row, 0] * q[row, token] >= p[row, token]:
     -     rest = (p[row] - q[row]).clamp(min=0)
@@ -156,6 +168,20 @@ def count_first(p, q, drafted, u):
 answers.slips(
     "16.3",
     """
+    zero_stays: u is 0 and p is 0: u is not below p / q, so the token goes.
+    - u[:, :-1, 0] * q_there < p_there
+    + u[:, :-1, 0] * q_there <= p_there
+
+    reaches: The first running sum that exceeds u times the sum, not the first that reaches it.
+    - right=True
+    + right=False
+
+    nearly_greedy: A temperature near 0 is not greedy: the next logit may be as near.
+    - is_greedy = (temperature == 0)[:, None, None]
+    - divisor = torch.where(is_greedy, 1, temperature[:, None, None])
+    + is_greedy = (temperature < 0)[:, None, None]
+    + divisor = temperature.clamp(min=1e-5)[:, None, None]
+
     division_by_temperature_0: Temperature 0 divides by 0. Put all of the probability on the largest
         logit there.
     - return torch.where(is_greedy, best, (logits / divisor).softmax(-1))

@@ -9,6 +9,7 @@ import torch
 from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l18_weight_quantization import NF4, gptq, round_to_formats
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -703,12 +704,14 @@ def gemv(x, packed, scales, zeros, group_size, *, kernel, rows=8):
     return out
 
 
-@answers.wrong("18.4", "PyTorch did the work here. The kernel has to: a result leaves by tl.store.")
-def beside_an_empty_kernel(x, packed, scales, zeros, group_size):
+def in_pytorch(x, packed, scales, zeros, group_size):
     halves = packed.unflatten(1, (-1, group_size // 2))
     codes = torch.cat([halves & 15, halves >> 4], dim=-1).float()
     matrix = (codes - zeros[..., None].float()) * scales[..., None].float()
     return matrix.flatten(1) @ x.float()
+
+
+attacks(answers, "18.4", in_pytorch)
 
 
 @triton.jit

@@ -2,8 +2,10 @@
 
 import torch
 
+from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l19_kv_quantization import smooth_linear
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -581,8 +583,7 @@ def halves_of(bytes):
     return torch.stack([bytes & 15, bytes >> 4], -1).flatten(-2)
 
 
-@answers.alternative("19.4")
-def by_sums_of_codes(q, k_cache, v_cache, k_scales, v_scales, block_table, context_lens):
+def in_pytorch(q, k_cache, v_cache, k_scales, v_scales, block_table, context_lens):
     """Scores from the codes: q · (code · scale + lowest) = scale · (q · code) + lowest · Σ q."""
     (_, num_heads, dim), size = q.shape, k_cache.shape[1]
     group = num_heads // k_cache.shape[2]
@@ -601,24 +602,81 @@ def by_sums_of_codes(q, k_cache, v_cache, k_scales, v_scales, block_table, conte
     return out
 
 
+attacks(answers, "19.4", in_pytorch)
+
+
+@triton.jit
+def values_of(cache, scales, row, slot, column, mask):
+    """Of one key: its codes by division, and its pair of numbers."""
+    byte = tl.load(cache + row + column // 2, mask=mask, other=0).to(tl.int32)
+    code = tl.where(column % 2 == 0, byte % 16, byte // 16).to(tl.float32)
+    value = code * tl.load(scales + 2 * slot) + tl.load(scales + 2 * slot + 1)
+    return tl.where(mask, value, 0.0)
+
+
+@triton.jit
+def key_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    table_ptr,
+    lens_ptr,
+    out_ptr,
+    num_slots,
+    max_blocks,
+    stride_kblock,
+    stride_kn,
+    stride_kh,
+    stride_vblock,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program for each query head, which goes key by key."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    at, inside, own = (b * tl.num_programs(1) + head) * HEAD_DIM + d, d < HEAD_DIM, head // GROUP
+    q = tl.load(q_ptr + at, mask=inside, other=0.0) / tl.sqrt(HEAD_DIM * 1.0)
+    k_scales_ptr += own * num_slots * 2
+    v_scales_ptr += own * num_slots * 2
+    m, l, acc = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
+    for key in range(0, tl.load(lens_ptr + b)):
+        block = tl.load(table_ptr + b * max_blocks + key // PAGE_SIZE).to(tl.int64)
+        slot = block * PAGE_SIZE + key % PAGE_SIZE
+        row = block * stride_kblock + key % PAGE_SIZE * stride_kn + own * stride_kh
+        score = tl.sum(q * values_of(k_ptr, k_scales_ptr, row, slot, d, inside), axis=0)
+        new = tl.maximum(m, score)
+        alpha, p = tl.exp(m - new), tl.exp(score - new)
+        row = block * stride_vblock + key % PAGE_SIZE * stride_vn + own * stride_vh
+        acc = acc * alpha + p * values_of(v_ptr, v_scales_ptr, row, slot, d, inside)
+        l, m = l * alpha + p, new
+    tl.store(out_ptr + at, acc / tl.maximum(l, 1e-30), mask=inside)
+
+
 @answers.alternative("19.4")
-def by_a_table(q, k_cache, v_cache, k_scales, v_scales, block_table, context_lens):
-    """Each slot has a table of sixteen values, which its codes look up."""
-    size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    out = q * 0
-    steps = torch.arange(16.0)
-    for b in range(len(q)):
-        length = int(context_lens[b])
-        rows = []
-        for cache, scales in ((k_cache, k_scales), (v_cache, v_scales)):
-            held = []
-            for key in range(length):
-                block = block_table[b, key // size]
-                tables = [steps * pair[0] + pair[1] for pair in scales[:, block, key % size]]
-                codes = halves_of(cache[block, key % size]).long()
-                held.append([table[own] for table, own in zip(tables, codes)])
-            rows.append(held)
-        for head in range(q.shape[1] if length else 0):
-            k, v = (torch.stack([row[head // group] for row in held]) for held in rows)
-            out[b, head] = torch.softmax(k @ q[b, head] / q.shape[2] ** 0.5, 0) @ v
+def key_by_key(q, k_cache, v_cache, k_scales, v_scales, block_table, context_lens):
+    out = torch.empty_like(q)
+    key_kernel[q.shape[:2]](
+        q,
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        block_table,
+        context_lens,
+        out,
+        k_scales.shape[1] * k_scales.shape[2],
+        block_table.shape[1],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=q.shape[1] // k_cache.shape[2],
+        HEAD_DIM=q.shape[2],
+        PAGE_SIZE=k_cache.shape[1],
+        BLOCK_D=triton.next_power_of_2(q.shape[2]),
+    )
     return out

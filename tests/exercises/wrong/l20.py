@@ -153,6 +153,18 @@ answers.slips(
     - [total + weights.o_bias
     + [total / ranks.size + weights.o_bias
 
+    rank_0_does_all: Rank 0 computes all heads, and the others add zeros. Each rank has heads of its
+        own.
+    - return [total
+    + parts = [sum(parts), *(torch.zeros_like(part) for part in parts[1:])]
+    + return [total
+
+    ranks_from_the_end: Rank r begins at head r · Hq / size. You deal the heads from the last rank
+        on.
+    - return [total
+    + parts = parts[::-1]
+    + return [total
+
     takes_any_size: If size does not divide the query heads, raise ValueError that names size.
     - if heads % ranks.size:
     -     raise ValueError(f"size: got {ranks.size}; accepted: a divisor of {heads} heads")
@@ -345,6 +357,35 @@ answers.slips(
     + largest.flatten() - whole.log()
     """,
 )
+
+
+OWN_ENTRY = (
+    "A rank has its own logits. What the others have must come through a collective of `ranks`."
+)
+
+
+@answers.wrong("20.2", OWN_ENTRY)
+def reads_all_logits(local_logits, vocab_size, ranks):
+    """And gathers numbers that nobody needs."""
+    ranks.all_gather([own[:, :1] for own in local_logits])
+    whole = torch.cat(local_logits, -1)[:, :vocab_size]
+    best = whole.max(-1, keepdim=True)
+    return whole.argmax(-1), -(whole - best.values).exp().sum(-1).log()
+
+
+@answers.wrong("20.2", OWN_ENTRY)
+def reads_the_maxima(local_logits, vocab_size, ranks):
+    """Python's numbers, not tensors; the sums are gathered."""
+    width = local_logits[0].shape[1]
+    kept = [own[:, : max(0, vocab_size - r * width)].tolist() for r, own in enumerate(local_logits)]
+    rows = [[value for own in kept for value in own[b]] for b in range(len(kept[0]))]
+    best = torch.tensor([max(row) for row in rows])
+    sums = [
+        torch.tensor([[sum(math.exp(v - m) for v in row)] for row, m in zip(own, best.tolist())])
+        for own in kept
+    ]
+    total = ranks.all_gather(sums)[0].sum(-1)
+    return torch.tensor([row.index(max(row)) for row in rows]), -total.log()
 
 
 @answers.alternative("20.2")

@@ -4,8 +4,10 @@ hint for the learner who made them.
 
 import torch
 
+from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l21_multi_lora import lora_rows
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -357,8 +359,7 @@ def gathered(base, x, a, b, row_slots, ranks, scaling):
     return base + torch.einsum("tr,trn->tn", h, b[slots].nan_to_num())
 
 
-@answers.alternative("21.3")
-def adapter_by_adapter(base, x, a, b, row_slots, ranks, scaling):
+def in_pytorch(base, x, a, b, row_slots, ranks, scaling):
     out = base.clone()
     for slot, rank in enumerate(ranks.tolist()):
         rows = (row_slots == slot).nonzero().flatten()
@@ -367,16 +368,105 @@ def adapter_by_adapter(base, x, a, b, row_slots, ranks, scaling):
     return out
 
 
+attacks(answers, "21.3", in_pytorch)
+
+
+@triton.jit
+def rank_kernel(
+    x_ptr,
+    a_ptr,
+    b_ptr,
+    slots_ptr,
+    ranks_ptr,
+    scaling_ptr,
+    out_ptr,
+    size,
+    num_outputs,
+    max_rank,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program for each row and block of outputs, rank by rank, whole rows at once."""
+    row, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot, k = tl.load(slots_ptr + row), tl.arange(0, BLOCK_K)
+    if slot >= 0:
+        total = tl.load(out_ptr + row * num_outputs + n, mask=n < num_outputs, other=0.0)
+        x = tl.load(x_ptr + row * size + k, mask=k < size, other=0.0)
+        x *= tl.load(scaling_ptr + slot)
+        for r in range(0, tl.load(ranks_ptr + slot)):
+            at = slot * max_rank + r
+            h = tl.sum(x * tl.load(a_ptr + at * size + k, mask=k < size, other=0.0), axis=0)
+            total += h * tl.load(b_ptr + at * num_outputs + n, mask=n < num_outputs, other=0.0)
+        tl.store(out_ptr + row * num_outputs + n, total, mask=n < num_outputs)
+
+
 @answers.alternative("21.3")
-def by_merging(base, x, a, b, row_slots, ranks, scaling):
-    """One dense correction an adapter, as if it were merged."""
-    out = base.double()
-    for slot in range(len(ranks)):
-        rank = int(ranks[slot])
-        matrix = scaling[slot].double() * (a[slot, :rank].double().T @ b[slot, :rank].double())
-        own = (row_slots == slot).double()[:, None]
-        out = out + own * (x.double() @ matrix)
-    return out.float()
+def rank_by_rank(base, x, a, b, row_slots, ranks, scaling):
+    out = base.clone()
+    rank_kernel[(len(x), triton.cdiv(out.shape[1], 8))](
+        x,
+        a,
+        b,
+        row_slots,
+        ranks,
+        scaling,
+        out,
+        x.shape[1],
+        out.shape[1],
+        a.shape[1],
+        BLOCK_K=triton.next_power_of_2(x.shape[1]),
+        BLOCK_N=8,
+    )
+    return out
+
+
+@triton.jit
+def adding_kernel(
+    x_ptr,
+    a_ptr,
+    b_ptr,
+    slots_ptr,
+    ranks_ptr,
+    scaling_ptr,
+    out_ptr,
+    size,
+    num_outputs,
+    max_rank,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program for each row and rank, which adds what this rank gives."""
+    row, rank = tl.program_id(0), tl.program_id(1)
+    slot, k, n = tl.load(slots_ptr + row), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    if slot < 0:
+        return
+    if rank < tl.load(ranks_ptr + slot):
+        at = slot * max_rank + rank
+        x = tl.load(x_ptr + row * size + k, mask=k < size, other=0.0)
+        h = tl.sum(x * tl.load(a_ptr + at * size + k, mask=k < size, other=0.0), axis=0)
+        b = tl.load(b_ptr + at * num_outputs + n, mask=n < num_outputs, other=0.0)
+        share = h * tl.load(scaling_ptr + slot) * b
+        tl.atomic_add(out_ptr + row * num_outputs + n, share, mask=n < num_outputs)
+
+
+@answers.alternative("21.3")
+def a_program_for_each_rank(base, x, a, b, row_slots, ranks, scaling):
+    out = base.clone()
+    adding_kernel[len(x), a.shape[1]](
+        x,
+        a,
+        b,
+        row_slots,
+        ranks,
+        scaling,
+        out,
+        x.shape[1],
+        out.shape[1],
+        a.shape[1],
+        BLOCK_K=triton.next_power_of_2(x.shape[1]),
+        BLOCK_N=triton.next_power_of_2(out.shape[1]),
+    )
+    return out
 
 
 # ---------------------------------------------------------------- 21.4 slots and prefixes

@@ -4,7 +4,9 @@ spread them over GPUs, with a hint for each.
 
 import torch
 
+from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -129,8 +131,7 @@ answers.slips(
 )
 
 
-@answers.alternative("23.1")
-def tile_by_tile(x, weight, pairs, tile_experts, router):
+def in_pytorch(x, weight, pairs, tile_experts, router):
     """A product for each tile."""
     num_pairs, top_k = router.numel(), router.shape[1]
     out = torch.zeros(num_pairs, weight.shape[1])
@@ -139,6 +140,58 @@ def tile_by_tile(x, weight, pairs, tile_experts, router):
         if expert >= 0:
             scales = router.view(-1)[own]
             out[own] = (x[own // top_k] * scales[:, None]) @ weight[expert].T
+    return out
+
+
+attacks(answers, "23.1", in_pytorch)
+
+
+@triton.jit
+def place_kernel(
+    x_ptr,
+    weight_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    router_ptr,
+    out_ptr,
+    num_pairs,
+    size,
+    num_outputs,
+    top_k,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program for each place and block of outputs: one row of x times its expert."""
+    place = tl.program_id(0)
+    expert, pair = tl.load(tile_experts_ptr + place // 16), tl.load(pairs_ptr + place)
+    if (expert >= 0) & (pair < num_pairs):
+        k, n = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + pair // top_k * size + k, mask=k < size, other=0.0)
+        x *= tl.load(router_ptr + pair)
+        at = (expert * num_outputs + n)[:, None] * size + k[None, :]
+        mask = (n < num_outputs)[:, None] & (k < size)[None, :]
+        product = tl.sum(tl.load(weight_ptr + at, mask=mask, other=0.0) * x[None, :], axis=1)
+        tl.store(out_ptr + pair * num_outputs + n, product, mask=n < num_outputs)
+
+
+@answers.alternative("23.1")
+def place_by_place(x, weight, pairs, tile_experts, router):
+    num_outputs, size = weight.shape[1:]
+    out = torch.zeros(router.numel(), num_outputs)
+    place_kernel[(len(pairs), triton.cdiv(num_outputs, 8))](
+        x,
+        weight,
+        pairs,
+        tile_experts,
+        router,
+        out,
+        len(out),
+        size,
+        num_outputs,
+        router.shape[1],
+        BLOCK_K=triton.next_power_of_2(size),
+        BLOCK_N=8,
+    )
     return out
 
 
@@ -301,6 +354,51 @@ answers.slips(
     + [*zip(*rows)], [*zip(*wanted)]
     - ranks.all_to_all(answers)
     + [*zip(*answers)]
+    """,
+)
+
+
+@answers.wrong(
+    "23.2", "Your collectives carry nothing: a rank has its own tokens and experts alone."
+)
+def beside_empty_messages(x, logits, experts, top_k, capacity, ranks):
+    """All in one loop, with every rank's entries at hand."""
+    for _ in range(3):
+        ranks.all_to_all([[x[0][:0]] * ranks.size for _ in x])
+    matrices, taken, dropped = torch.cat(list(experts)), [0] * (len(experts[0]) * len(experts)), 0
+    outs = [torch.zeros_like(own) for own in x]
+    for own, scores, out in zip(x, logits, outs):
+        for token, row in enumerate(scores):
+            best = row.topk(top_k)
+            for weight, expert in zip(best.values.softmax(-1), best.indices.tolist()):
+                if taken[expert] == capacity:
+                    dropped += 1
+                    continue
+                taken[expert] += 1
+                out[token] += weight * (own[token] @ matrices[expert].T)
+    return outs, dropped
+
+
+answers.slips(
+    "23.2",
+    """
+    rank_0_runs_all_experts: An expert runs on the rank that holds it. Rank 0 reads the others'
+        matrices.
+    - owner = expert // per_rank
+    + owner = torch.zeros_like(expert)
+    - taken = [0] * per_rank
+    + taken = [0] * per_rank * ranks.size
+    - local = expert % per_rank
+    + local = expert
+    - experts[rank][local].T
+    + torch.cat(list(experts))[local].T
+
+    weights_of_rank_0: Each rank weighs the rows of its own tokens, by its own logits.
+    - best = logits[rank].topk(top_k, dim=-1)
+    + best = logits[rank].topk(top_k, dim=-1)
+    + scale = 1 + 0 * logits[rank].sum() + 1e-2 * logits[0].mean()
+    - best.values.softmax(-1)
+    + (scale * best.values).softmax(-1)
     """,
 )
 

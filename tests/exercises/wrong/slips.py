@@ -9,6 +9,7 @@
 A slip is its name, its hint (which may go on in the next lines), then one or more changes. The text
 after `-` occurs exactly once in the exercise, whatever its spaces and line breaks; the text after
 `+`, none or more lines, takes its place. An empty `+` parts two changes that only take text away.
+`= one, another` stands for the changes of the slips with these names, wherever in the text.
 """
 
 import ast
@@ -33,10 +34,13 @@ class Slip:
     name: str
     hint: str
     changes: list[Change] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)  # the slips whose changes it has too
 
 
 def read_slips(text: str) -> Iterator[Slip]:
-    """The slips in a text like the one above. Raises ValueError for one without a change."""
+    """The slips in a text like the one above. Raises ValueError for one without a change, and for
+    a part that is no slip of the text with changes of its own.
+    """
     slips: list[Slip] = []
     for line in filter(str.strip, dedent(text).splitlines()):
         sign, rest = line[:1], line[2:]
@@ -47,10 +51,17 @@ def read_slips(text: str) -> Iterator[Slip]:
             changes[-1].old.append(rest)
         elif sign == "+":
             changes[-1].new.append(rest)
-        elif slips and not changes:
+        elif sign == "=":
+            slips[-1].parts = rest.split(", ")
+        elif slips and not changes and not slips[-1].parts:
             slips[-1].hint += " " + line.strip()
         else:
             slips.append(Slip(*line.split(": ", 1)))
+    own = {slip.name: slip.changes for slip in slips if slip.changes}
+    for slip in slips:
+        if unknown := set(slip.parts) - set(own):
+            raise ValueError(f"slip {slip.name!r} has the parts {unknown}; accepted: {set(own)}")
+        slip.changes = [change for part in slip.parts for change in own[part]] + slip.changes
     if empty := [slip.name for slip in slips if not slip.changes]:
         raise ValueError(f"these slips change nothing: {empty}")
     yield from slips

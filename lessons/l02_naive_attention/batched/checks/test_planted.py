@@ -13,7 +13,6 @@ from lessons.l02_naive_attention.lab.testing import HOSTILE, hostile_rows, mixed
 from lessons.toolbox.measure.device import interpreting
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning"),
     pytest.mark.usefixtures("seed"),
     pytest.mark.skipif(not interpreting(), reason="NOT RUN: each bug compiles all kernels anew"),
 ]
