@@ -152,8 +152,13 @@ def test_the_command_measures_records_and_draws(lessons, tmp_path, capsys):
     assert plotting.texts_outside(figure) == [] and plotting.overlapping_texts(figure) == []
     text = " ".join(t.get_text() for t in figure.findobj(Text))
     text = text.replace("\n", " ").replace("\u00a0", " ")
-    speedup = records.medians(record, "naive")[64] / records.medians(record, "optimized")[64]
-    assert f"One call is {speedup:.0f}x faster than a loop at 64 rows" in text
+    slow, fast = (record["series"][label]["points"] for label in ("loop", "one call"))
+    steady = [n for n in range(3) if not records.is_noisy(slow[n]) | records.is_noisy(fast[n])]
+    if steady:  # a machine that others use may be noisy at every size
+        at = steady[-1]
+        ratio = slow[at]["median_s"] / fast[at]["median_s"]
+        said = f"One call is {ratio:.0f}x faster than a loop at {record['x'][at]} rows"
+        assert said in text
     assert "hungry (out of memory at 32)" in text
     assert figure.get_supxlabel() == f"{record['fingerprint']['device']} · float32 · [rows, rows]"
 

@@ -10,7 +10,15 @@ import numpy as np
 
 from lessons.toolbox.draw import plotting
 
-TITLE_FACTS = ("speedup", "x", "naive_growth", "optimized_growth", "floor_percent", "where")
+TITLE_FACTS = (
+    "speedup",
+    "first",
+    "x",
+    "naive_growth",
+    "optimized_growth",
+    "floor_percent",
+    "where",
+)
 AHEAD = 1.05  # times as fast, from which on a figure calls it faster: clocks differ by less
 METRICS = {"time": "lower", "bandwidth": "higher", "flops": "higher"}  # metric -> which is better
 BAND = ("median_s", "p20_s", "p80_s")
@@ -65,7 +73,7 @@ def medians(record: dict, *roles: str, steady: bool = False) -> dict[int, float]
 
 def is_noisy(point: dict) -> bool:
     """Whether its runs differed so much that no sentence may rest on it."""
-    return any(flag.startswith("noisy") for flag in point["flags"])
+    return any(flag.startswith("noisy") for flag in point.get("flags", ()))
 
 
 def is_sound(record: dict) -> bool:
