@@ -41,6 +41,7 @@ REFUSED_SCHEMAS = [
     ({"not": {}}, "no text fits"),
     ({"not": {"uniqueItems": True}}, "'uniqueItems' at '#/not' inside not"),
     ({"not": {"enum": [[1]]}}, "arrays"),
+    ({"if": {"required": ["a"]}, "else": {}, "unevaluatedProperties": False}, "'unevaluated"),
     ({"anyOf": [], "type": "string"}, "a list, not empty"),
     ({"allOf": {}}, "a list, not empty"),
     ({"allOf": [{"type": "null"}, {"type": "string"}]}, "no text fits"),

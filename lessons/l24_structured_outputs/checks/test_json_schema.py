@@ -187,6 +187,10 @@ DOCUMENTS = [
     (TREE_AND_LIST, {"value": 1, "children": [{"value": None, "children": []}]}, False),
     ({"type": "number", "multipleOf": 0.01, "minimum": 0}, 0.07, True),
     ({"type": "number", "multipleOf": 0.01, "minimum": 0}, 0.075, False),
+    ({"type": "number", "multipleOf": 0.25}, 0.5, True),
+    ({"type": "number", "multipleOf": 0.25}, 7, True),
+    ({"type": "number", "multipleOf": 0.25}, 0.2, False),
+    ({"allOf": [{"properties": {"a": {"const": v}}} for v in (0, False)]}, {"a": 0}, False),
 ]
 
 
