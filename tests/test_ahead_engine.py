@@ -298,8 +298,10 @@ def test_a_traced_engine_stays_one_step_ahead(tmp_path):
     part = engine.run.__self__
     with traced(engine, tmp_path / "trace.json"):
         got = run(engine, prompts, params)
-    assert [got[str(at)][0] for at in range(3)] == alone(model, prompts, limits)
-    assert engine.run.__self__ is part and len(read_trace(tmp_path / "trace.json").steps) > 5
+    answers = [got[str(at)][0] for at in range(3)]
+    assert answers == alone(model, prompts, limits)
+    steps = read_trace(tmp_path / "trace.json").steps
+    assert engine.run.__self__ is part and len(steps) > max(map(len, answers))
 
 
 def test_refuses_what_it_cannot_do_yet():
