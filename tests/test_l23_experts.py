@@ -11,6 +11,7 @@ import torch
 
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l23_experts.align import NOT_USED, align_in_python, most_tiles
+from lessons.l23_experts.lab.benchmark import CPU_CACHE_BYTES, Shape, floor_bytes, layer_bytes
 from lessons.l23_experts.load import Load, capacity_of, load_of
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
@@ -91,6 +92,27 @@ def test_the_h200_figure_shows_what_its_description_says():
     for label, tokens in quoted:
         points = {point["x"]: point for point in record["series"][label]["points"]}
         assert not [flag for flag in points[int(tokens)]["flags"] if flag.startswith("noisy")]
+
+
+@pytest.mark.parametrize("name", ("l23_mixtral", "l23_many_experts"))
+def test_no_cpu_figure_draws_a_floor_that_the_cache_beats(name):
+    """What fits into the CPU's cache need not come from memory, so only its arithmetic counts."""
+    record = json.loads((ROOT / f"results/cpu/{name}.json").read_text())
+    peak = record["flops"][-1] / record["floor_s"][-1]  # 512 tokens are limited by arithmetic
+    for moved, flops, floor_s in zip(record["bytes"], record["flops"], record["floor_s"]):
+        if moved <= CPU_CACHE_BYTES:
+            assert floor_s == pytest.approx(flops / peak)
+    assert "CHECK" not in (ROOT / f"results/cpu/{name}.svg").read_text(encoding="utf-8")
+    points = [p for series in record["series"].values() for p in series["points"]]
+    assert not [p for p in points if any("beats" in flag for flag in p.get("flags", ()))]
+
+
+def test_bytes_that_a_warm_cache_holds_are_not_in_the_floor():
+    shape = Shape(8, 2, 512, 1024)
+    small, large = (layer_bytes(tokens, shape) for tokens in (1, 512))
+    assert small <= CPU_CACHE_BYTES < large
+    assert floor_bytes(1, shape, on_gpu=False) == 0 and floor_bytes(1, shape, on_gpu=True) == small
+    assert floor_bytes(512, shape, on_gpu=False) == large
 
 
 def test_the_readme_quotes_tiles_and_loads():
