@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=19
-# Generated from solutions/l19_kv_quantization.py, checksum b90c17ed89e7. Generating again never overwrites your edits.
+# Generated from solutions/l19_kv_quantization.py, checksum cf35dbb0824c. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 19: what a smaller cache buys, activations of 8 bits, pages whose scales must
 grow, and the hook that reads 4 bits inside the decode kernel.
@@ -135,7 +135,7 @@ def write_token(pages: Pages, k: Tensor, v: Tensor, slot: int) -> None:
 def load_int4(ptr, offset, column, mask, scale_ptr, slot):
     """Rows of a cache of 4 bits, as lesson 12's tile_step asks for them -> [N, D] float32.
 
-    ptr: the first byte of the cache for this head. offset: [N, 1], how many bytes behind it each
+    ptr: the first byte of the cache for this head. offset: [N, 1], how many bytes after it each
     row begins. column: [1, D] and mask: [N, D], which values are asked for. scale_ptr: the scales
     of this head, two float32 numbers for each slot. slot: [N] int64, the slot of each row.
     """

@@ -173,7 +173,7 @@ def write_token(pages: Pages, k: Tensor, v: Tensor, slot: int) -> None:
 def load_int4(ptr, offset, column, mask, scale_ptr, slot):
     """Rows of a cache of 4 bits, as lesson 12's tile_step asks for them -> [N, D] float32.
 
-    ptr: the first byte of the cache for this head. offset: [N, 1], how many bytes behind it each
+    ptr: the first byte of the cache for this head. offset: [N, 1], how many bytes after it each
     row begins. column: [1, D] and mask: [N, D], which values are asked for. scale_ptr: the scales
     of this head, two float32 numbers for each slot. slot: [N] int64, the slot of each row.
     """

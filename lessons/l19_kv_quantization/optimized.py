@@ -182,7 +182,7 @@ def quantize_kernel(
             ratio = smaller(larger(ratio, -LARGEST), LARGEST)
             tl.store(codes_ptr + column, ratio.to(codes_ptr.dtype.element_ty), mask=inside)
         else:
-            # 1.5 · 2^23 has no bits left behind the point, so adding it rounds to the nearest even.
+            # 1.5 · 2^23 leaves no bits for fractions, so adding it rounds to the nearest even.
             whole = (ratio + 12582912.0) - 12582912.0
             whole = tl.where(whole == whole, whole, 0.0)  # because integers have no NaN
             if IS_INT4:

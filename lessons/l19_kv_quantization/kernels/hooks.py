@@ -53,7 +53,7 @@ def whole_rows(ptr, offset, mask):
     """The codes of 4 bits of a tile whose rows are full, D = BLOCK_D: [N, D] int32.
 
     Loaded without a mask. A mask made for D columns tells the compiler nothing about D / 2 bytes,
-    and it would load byte by byte. Behind a sequence's end the table lookup gives block 0, so these
+    and it would load byte by byte. After a sequence's end the table lookup gives block 0, so these
     loads hit memory that is there, and what they bring is masked when it has become numbers.
     """
     HALF: tl.constexpr = mask.shape[1] // 2

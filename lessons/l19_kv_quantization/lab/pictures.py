@@ -228,8 +228,8 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
     parts = {"k": "K", "v": "V", "k, a loud channel": "K with an outlier channel (added)"}
     loud = [entry["k, a loud channel"]["kl"]["mean"] for entry in (row, channel)]
     fig, ax = frame(
-        f"Outlier channel in K: a scale a token and head loses {loud[0] / loud[1]:.0f} times as "
-        "much as a scale a channel",
+        f"With an outlier channel in K, a scale for each token and head has "
+        f"{loud[0] / loud[1]:.0f} times the KL of one for each channel",
         f"counted · models/tiny, held-out code, {bits} bits with a scale and a low; K or V alone",
         (11, 5),
     )
@@ -243,7 +243,7 @@ def draw_quality(found: dict | None = None, bits: int = 4) -> ClassFigure:
     log_axis(ax.yaxis, min(drawn) / 2, max(drawn) * 2)
     ax.set_xticks(at, SHOWN.values())
     ax.set_xlabel("what has a scale of its own")
-    ax.set_ylabel("KL to the model as it is, nats (lower is better)")
+    ax.set_ylabel("KL to the model as it is, nats\n(lower is better)")
     ax.grid(True)
     label_column(ax, labels)
     return fig

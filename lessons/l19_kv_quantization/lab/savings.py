@@ -78,7 +78,8 @@ def draw_loses(model: str = "llama-3-8b", batches: tuple[int, ...] = (32, 8, 1))
     fig, ax = frame(
         f"One sequence of {CONTEXTS[0]} tokens gains {low:.2f}×, {batches[0]} of "
         f"{size_number(CONTEXTS[-1])} gain {high:.2f}×: the weights are read in any case",
-        f"predicted from bytes · {model}, 16-bit weights, FP8 cache with its scales",
+        f"predicted from bytes, whether or not they fit on one GPU · {model}, 16-bit weights, "
+        "FP8 cache with its scales",
         (10, 5),
     )
     labels = []

@@ -38,7 +38,7 @@ def draw_cuts(x: Tensor = X, a: Tensor = A, b: Tensor = B) -> ClassFigure:
     """
     parts = parts_of(x, a, b)
     fig, ax = frame(
-        "The first matrix is cut by outputs, the second by inputs: one sum is all that travels",
+        "The first matrix is cut by outputs, the second by inputs: only the parts of y are sent",
         "computed · y = relu(x Aᵀ) Bᵀ, matrices stored [out, in]; coloured cells are the rank's "
         "own",
         (12, 5),

@@ -91,8 +91,8 @@ def draw_scaling(
     at = DEGREES.index(8)
     fast, slow = (shares[f"prefill, {name}"][at] for name in ("NVLink 4", "PCIe 5"))
     fig, ax = frame(
-        f"Not linear: 8 GPUs do {8 * shares['decode, NVLink 4'][at]:.1f}× the decoding of one over "
-        f"NVLink, {8 * fast:.1f}× the prefill, over PCIe {8 * slow:.1f}×",
+        f"8 GPUs decode {8 * shares['decode, NVLink 4'][at]:.1f}× as fast as one over NVLink; "
+        f"they prefill {8 * fast:.1f}× as fast over NVLink, {8 * slow:.1f}× over PCIe",
         f"PREDICTED from data sheets and NCCL's latencies, nothing measured · {model}, "
         f"{chip.name}, "
         f"16 bits · {batch} sequences, {context} tokens · boxes of 8, InfiniBand between",
