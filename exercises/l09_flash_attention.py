@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=09
-# Generated from solutions/l09_flash_attention.py, checksum 4104e9629b1b. Generating again never overwrites your edits.
+# Generated from solutions/l09_flash_attention.py, checksum f985a3d37af8. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 09: tiles in PyTorch, a kernel with a sink, the traffic of both orders, a key
 range with bugs.
@@ -163,7 +163,8 @@ def key_range(
     whole below the diagonal and inside the sequence, so they need no causal mask and no mask for
     the end. begin and full_end are multiples of block_n. The last query belongs to the last key.
     window: a query sees that many keys, its own included. No tile that is seen may be left out, and
-    no tile that needs a mask may be before full_end; begin and end may not be wider than needed.
+    no tile that needs one of these two masks may be before full_end (the mask of a window does not
+    count). begin and end may not be wider than needed.
 
     Example: 10 queries, 10 keys, tiles of 4 × 4, causal; the queries 4 to 7:
         end = 8, full_end = 4 (keys 4 to 7 are the diagonal)                       -> (0, 4, 8)

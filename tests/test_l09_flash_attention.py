@@ -40,7 +40,7 @@ def test_the_slider_of_tile_sizes(block_m, block_n):
     figure = pictures.draw_tile_size(block_m, block_n)
     assert not texts_outside(figure) and not overlapping_texts(figure)
     moved = sum(traffic.fa2_bytes(LLAMA, Tiles(block_m, block_n))) / 1e9
-    assert f"{block_m} x {block_n}: {moved:.3g} GB" in figure.get_suptitle()
+    assert f"{block_m} x {block_n} move {moved:.3g} GB, and keep" in figure.get_suptitle()
 
 
 def test_the_excerpts_of_the_readme_are_the_code():

@@ -1,9 +1,10 @@
 """Decoding in splits, in PyTorch: each split of the keys is attended to by itself, then the results
 are merged by their LSE.
 
-Read `split_decode`, one turn of its loop is one program of optimized.py's split_decode_kernel; then
-`combine`, which is its combine_kernel: lesson 8's `merge`, because a normalised result `out` with
-its log-sum-exp is itself a Partial (m = lse, l = 1).
+Read `split_decode` first: one turn of its inner loop is one program of optimized.py's
+split_decode_kernel. Then read `combine`, which does what combine_kernel does. It is lesson 8's
+`merge`, because a normalised result `out` with its log-sum-exp is itself a Partial (m = lse,
+l = 1).
 
 Sources: Dao, Haziza, Massa & Sizov 2023, Flash-Decoding for long-context inference; Rabe & Staats
 2021, section 2.

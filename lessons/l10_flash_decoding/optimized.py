@@ -3,7 +3,7 @@ the splits by their LSE.
 
 `split_decode_kernel` is lesson 5's gqa_decode_kernel with two changes: its loop runs over a part of
 the keys, and it says how much it has seen (the log-sum-exp). `combine_kernel` is lesson 8's loop
-once more, one floor up: splits instead of keys.
+once more, over splits in the place of keys.
 
 Sources: Dao, Haziza, Massa & Sizov 2023, Flash-Decoding for long-context inference; He et al. 2025,
 Defeating Nondeterminism in LLM Inference (fixed split size).

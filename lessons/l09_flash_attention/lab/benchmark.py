@@ -171,13 +171,13 @@ BENCHMARKS = [
         "Causal, grouped heads: tiles are {speedup:.1f}x as fast as all scores at {x} tokens",
     ),
     attention_benchmark(
-        "causal", "mha", "Causal, a KV head a query head: {speedup:.1f}x at {x} tokens"
+        "causal", "mha", "Causal, no grouped heads: {speedup:.1f}x as fast at {x} tokens"
     ),
     attention_benchmark(
-        "full", "gqa", "Without a mask, grouped heads: {speedup:.1f}x at {x} tokens"
+        "full", "gqa", "Without a mask, grouped heads: {speedup:.1f}x as fast at {x} tokens"
     ),
     attention_benchmark(
-        "full", "mha", "Without a mask, a KV head a query head: {speedup:.1f}x at {x} tokens"
+        "full", "mha", "Without a mask, no grouped heads: {speedup:.1f}x as fast at {x} tokens"
     ),
     Benchmark(
         name="l09_fp8",

@@ -122,8 +122,8 @@ def draw_tile_size(block_m: int = 128, block_n: int = 64, tokens: int = 8192) ->
     moved = {m: sum(fa2_bytes(shape, Tiles(m, block_n))) / 1e9 for m in {*sizes, block_m}}
     kept_kib = 4 * block_m * (shape.head_dim + block_n) / 1024
     fig, (grid, plot) = frame(
-        f"Tiles of {block_m} x {block_n}: {moved[block_m]:.3g} GB, and {kept_kib:.0f} KiB of "
-        "scores and acc to keep in registers",
+        f"Tiles of {block_m} x {block_n} move {moved[block_m]:.3g} GB, and keep {kept_kib:.0f} KiB "
+        "of scores and acc in registers",
         f"left: 512 tokens · right: one layer, {size_number(tokens)} tokens, 32/8 heads of 128, "
         f"bfloat16, causal, no L2 cache · an SM has {REGISTERS_KIB} KiB of registers · computed",
         (11, 4.6),
