@@ -38,7 +38,7 @@ def tile_scores(
     [Hq, M, N].
 
     query: [M], key: [N], their positions in the sequence of keys. softcap: scores become softcap ·
-    tanh(score / softcap). alibi_slopes: [Hq], subtracted once for each position between query and key.
+    tanh(score / softcap). alibi_slopes: [Hq], subtracted for each position between query and key.
     """
     scores = grouped_scores(q, k) * softmax_scale
     distance = query[:, None] - key[None, :]
