@@ -37,6 +37,9 @@ class Nowhere:
     def keep(self, sequence: Sequence, step: Step) -> None:
         """Save what a running sequence has computed, before its blocks are taken back."""
 
+    def fetch(self, sequence: Sequence) -> None:
+        """Before the first of `waiting` is given blocks: begin to bring what is far away."""
+
     def has(self, sequence: Sequence) -> bool:
         """Whether its K and V wait here."""
         return False
@@ -47,6 +50,12 @@ class Nowhere:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what waits, if anything does."""
+
+    def settle(self) -> None:
+        """Before a step is scheduled: take note of copies that have ended beside the last ones."""
+
+    def wait(self) -> None:
+        """Until such a copy has ended, when there is nothing else to do."""
 
 
 class PreemptiveScheduler:
@@ -186,6 +195,7 @@ class PreemptiveScheduler:
         blocks may be counted: no running prompt waits for some of them, because the one prompt
         that a step cuts short leaves no room in the budget to admit another.
         """
+        self.host.fetch(sequence)
         if self.host.has(sequence):
             return self.host.bring_back(sequence)
         refused, too_few = self.refused

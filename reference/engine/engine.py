@@ -229,9 +229,11 @@ class Engine:
 
         If it raises, its requests are aborted, because it is unknown what was written.
         """
+        self.scheduler.host.settle()
         step = self.scheduler.schedule()
         sequences = self.under_way + [chunk.sequence for chunk in step.chunks]
         if not sequences:
+            self.scheduler.host.wait()
             return []
         self.note_scheduled(step)
         try:

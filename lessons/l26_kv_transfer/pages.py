@@ -1,0 +1,81 @@
+"""The blocks of one pool, or of several whose blocks have the same numbers, as rows of bytes.
+
+On a GPU copies run on a stream of their own, beside the model's. Two rules keep them right: a copy
+begins after what was launched before it was asked for (`now`), and what reads its result waits for
+it (`Tensor` on the host: it is there; pages of the pool: `wait_for`).
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from lessons.l03_kv_cache.cache import KVPool
+
+
+class Pages:
+    """pools: all that a block holds, the target's and perhaps a draft's."""
+
+    def __init__(self, pools: Sequence[KVPool]):
+        self.pools = list(pools)
+        self.device = self.pools[0].k_slots.device
+        self.is_gpu = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if self.is_gpu else None
+        self.block_bytes = [block_bytes(pool) for pool in self.pools]
+
+    def now(self):
+        """A mark in the GPU's work: what was launched so far. None on a CPU, where it has ended."""
+        if not self.is_gpu:
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
+
+    @torch.inference_mode()
+    def read(self, blocks: Sequence[int], after) -> Tensor:
+        """Copies in host memory: [len(blocks), bytes of a block] uint8."""
+        with self.beside(after):
+            packed = torch.cat([gather(pool, blocks) for pool in self.pools], dim=1)
+            if self.is_gpu:
+                there = torch.empty_like(packed, device="cpu", pin_memory=True)
+                there.copy_(packed, non_blocking=True)
+                self.stream.synchronize()
+                packed = there
+        return packed
+
+    @torch.inference_mode()
+    def write(self, blocks: Sequence[int], packed: Tensor, after) -> None:
+        """What `read` returned, into these blocks."""
+        with self.beside(after):
+            packed = packed.to(self.device, non_blocking=True)
+            for pool, part in zip(self.pools, packed.split(self.block_bytes, dim=1)):
+                scatter(pool, blocks, part)
+            if self.is_gpu:
+                self.stream.synchronize()
+
+    def beside(self, after):
+        """Inside it, work goes to the copies' own stream, after a mark."""
+        if not self.is_gpu:
+            return nullcontext()
+        self.stream.wait_event(after)
+        return torch.cuda.stream(self.stream)
+
+
+def block_bytes(pool: KVPool) -> int:
+    return sum(pool.blocks(slots)[:, 0].nbytes for slots in pool.tensors)
+
+
+def gather(pool: KVPool, blocks: Sequence[int]) -> Tensor:
+    index = torch.tensor(blocks, device=pool.k_slots.device)
+    parts = [pool.blocks(slots)[:, index].transpose(0, 1) for slots in pool.tensors]
+    return torch.cat([x.contiguous().flatten(1).view(torch.uint8) for x in parts], dim=1)
+
+
+def scatter(pool: KVPool, blocks: Sequence[int], packed: Tensor) -> None:
+    index, at = torch.tensor(blocks, device=pool.k_slots.device), 0
+    for slots in pool.tensors:
+        whole = pool.blocks(slots)
+        shape = (len(blocks), whole.shape[0], *whole.shape[2:])
+        size = whole[:, 0].nbytes
+        part = packed[:, at : at + size].contiguous().view(slots.dtype).view(shape)
+        whole[:, index] = part.transpose(0, 1)
+        at += size
