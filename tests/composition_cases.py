@@ -151,6 +151,12 @@ ARGUMENTS = {
     "data parallel": dict(data_parallel_size=2),
     "prefix cache": dict(enable_prefix_caching=True),
     "recompute": dict(num_gpu_blocks_override=11),
+    "offloading": dict(
+        num_gpu_blocks_override=11,
+        enable_prefix_caching=True,
+        kv_offloading_size=0.001,
+        kv_offloading_folder="memory://kv",  # of all engines of this process
+    ),
     "swap": dict(num_gpu_blocks_override=11, preemption_mode="swap"),
     "async": dict(async_scheduling=True),
     "chunked prefill": dict(enable_chunked_prefill=True, max_num_batched_tokens=16),
@@ -379,6 +385,10 @@ def check(features: frozenset, is_third: bool = False) -> None:
     engine = engine_of(features, is_third)
     try:
         got = serve(engine, features)
+        if "offloading" in features and "beams" not in features:
+            connector = engine.scheduler.blocks.connector
+            assert connector.saved_blocks or connector.loaded_blocks, "no block has travelled"
+            assert not connector.faults, connector.faults
     finally:
         engine.close()
     # A draft model's guesses are drawn for a request that samples, so that other tokens of the same

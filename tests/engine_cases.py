@@ -69,7 +69,16 @@ def run(engine: Engine, prompts, params, arrivals=None) -> dict[str, list]:
     return answers
 
 
+def settle(engine: Engine) -> None:
+    """Wait until no block is being copied."""
+    host = engine.scheduler.host
+    while getattr(engine.scheduler.blocks, "copying", None):
+        host.wait()
+        host.settle()
+
+
 def assert_clean(engine: Engine) -> None:
+    settle(engine)
     blocks = engine.scheduler.blocks
     assert not engine.requests and engine.scheduler.is_idle
     assert not blocks.tables and blocks.num_free == blocks.num_blocks

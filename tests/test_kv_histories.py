@@ -80,8 +80,9 @@ def new_engine(house: House, faults, draw: random.Random, folder) -> Engine:
         house.num_blocks, house.block_size, HashBlocks(house.block_size), None
     )
     runner = VirtualRunner(blocks, None, faults)
+    runner.virtual.memory.num_blocks = house.num_blocks
     pages = Pages([runner.virtual.memory])
-    size = pages.block_bytes[0]
+    size = pages.block_bytes
     files = None if folder is None else FolderTier(str(folder), size, draw.choice([500, 5000]) * 50)
     order = draw.choice([None, UsedAgainLast()])
     tier = HostTier(draw.choice([0, 1, 4, 50]), size, files, order)
@@ -98,17 +99,8 @@ def new_engine(house: House, faults, draw: random.Random, folder) -> Engine:
     return Engine(runner, scheduler, None, LONGEST)
 
 
-def settle(engine: Engine) -> None:
-    """Wait for all copies."""
-    blocks = engine.scheduler.blocks
-    while blocks.copying:
-        blocks.connector.wait()
-        blocks.settle()
-
-
 class Travels(History):
     def check_end(self) -> None:
-        settle(self.engine)
         super().check_end()
         blocks = self.engine.scheduler.blocks
         assert not (blocks.salts or blocks.saved or blocks.loads), "a sequence was not forgotten"

@@ -57,6 +57,9 @@ class Nowhere:
     def wait(self) -> None:
         """Until such a copy has ended, when there is nothing else to do."""
 
+    def close(self) -> None:
+        """End all copies."""
+
 
 class PreemptiveScheduler:
     """Which requests wait, which run, and which blocks they own. A subclass says what a step is:

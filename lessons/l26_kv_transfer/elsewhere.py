@@ -65,6 +65,8 @@ class TieredBlockManager(CachingBlockManager):
 
     def remember(self, sequence: int, tokens: list[int]) -> None:
         super().remember(sequence, tokens)
+        if sequence not in self.salts:
+            return  # it was never announced: a beam's, which lives for one search
         told = self.saved[sequence]
         start, end = len(told), len(tokens) // self.block_size
         last = told[-1] if told else self.salts[sequence]
@@ -76,8 +78,9 @@ class TieredBlockManager(CachingBlockManager):
 
     def fork(self, parent: int, child: int) -> None:
         super().fork(parent, child)
-        self.announce(child, self.salts[parent])
-        self.saved[child] = list(self.saved[parent])
+        if parent in self.salts:
+            self.announce(child, self.salts[parent])
+            self.saved[child] = list(self.saved[parent])
 
     def free(self, sequence: int) -> None:
         super().free(sequence)
@@ -173,3 +176,6 @@ class Elsewhere(Nowhere):
 
     def wait(self) -> None:
         self.blocks.connector.wait()
+
+    def close(self) -> None:
+        self.blocks.connector.close()

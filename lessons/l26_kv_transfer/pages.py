@@ -2,7 +2,7 @@
 
 On a GPU copies run on a stream of their own, beside the model's. Two rules keep them right: a copy
 begins after what was launched before it was asked for (`now`), and what reads its result waits for
-it (`Tensor` on the host: it is there; pages of the pool: `wait_for`).
+its end: `read` and `write` return then.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.cache import KVPool
+from lessons.l26_kv_transfer.stand_ins import movers
 
 
 class Pages:
@@ -22,7 +23,13 @@ class Pages:
         self.device = self.pools[0].k_slots.device
         self.is_gpu = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.is_gpu else None
-        self.block_bytes = [block_bytes(pool) for pool in self.pools]
+        self.movers = movers(self.device)
+        self.sizes = [self.movers.block_bytes(pool) for pool in self.pools]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a row."""
+        return sum(self.sizes)
 
     def now(self):
         """A mark in the GPU's work: what was launched so far. None on a CPU, where it has ended."""
@@ -34,7 +41,7 @@ class Pages:
     def read(self, blocks: Sequence[int], after) -> Tensor:
         """Copies in host memory: [len(blocks), bytes of a block] uint8."""
         with self.beside(after):
-            packed = torch.cat([gather(pool, blocks) for pool in self.pools], dim=1)
+            packed = torch.cat([self.movers.gather(pool, blocks) for pool in self.pools], dim=1)
             if self.is_gpu:
                 there = torch.empty_like(packed, device="cpu", pin_memory=True)
                 there.copy_(packed, non_blocking=True)
@@ -47,8 +54,8 @@ class Pages:
         """What `read` returned, into these blocks."""
         with self.beside(after):
             packed = packed.to(self.device, non_blocking=True)
-            for pool, part in zip(self.pools, packed.split(self.block_bytes, dim=1)):
-                scatter(pool, blocks, part)
+            for pool, part in zip(self.pools, packed.split(self.sizes, dim=1)):
+                self.movers.scatter(pool, blocks, part.contiguous())
             if self.is_gpu:
                 self.stream.synchronize()
 
@@ -58,24 +65,3 @@ class Pages:
             return nullcontext()
         self.stream.wait_event(after)
         return torch.cuda.stream(self.stream)
-
-
-def block_bytes(pool: KVPool) -> int:
-    return sum(pool.blocks(slots)[:, 0].nbytes for slots in pool.tensors)
-
-
-def gather(pool: KVPool, blocks: Sequence[int]) -> Tensor:
-    index = torch.tensor(blocks, device=pool.k_slots.device)
-    parts = [pool.blocks(slots)[:, index].transpose(0, 1) for slots in pool.tensors]
-    return torch.cat([x.contiguous().flatten(1).view(torch.uint8) for x in parts], dim=1)
-
-
-def scatter(pool: KVPool, blocks: Sequence[int], packed: Tensor) -> None:
-    index, at = torch.tensor(blocks, device=pool.k_slots.device), 0
-    for slots in pool.tensors:
-        whole = pool.blocks(slots)
-        shape = (len(blocks), whole.shape[0], *whole.shape[2:])
-        size = whole[:, 0].nbytes
-        part = packed[:, at : at + size].contiguous().view(slots.dtype).view(shape)
-        whole[:, index] = part.transpose(0, 1)
-        at += size

@@ -124,7 +124,13 @@ def engine_on(
     """An engine on a runner, or on what has its interface. proposer: who drafts; None: one token in
     a step. tree: the shape of its drafts; None: chains.
     """
-    blocks = new_blocks(args, runner.pool.num_blocks)
+    others = [] if proposer is None else proposer.pools
+    if args.kv_offloading_size is None:
+        blocks = new_blocks(args, runner.pool.num_blocks)
+    else:
+        from reference.features.offload import tiered_blocks
+
+        blocks = tiered_blocks(args, runner, others)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
@@ -232,6 +238,10 @@ def new_scheduler(
         block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
         host_blocks = int(args.swap_space * 2**30 // block_bytes)
         limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
+    elif args.kv_offloading_size is not None:
+        from reference.features.offload import elsewhere
+
+        limits |= dict(host=elsewhere(blocks))
     if proposer is None:
         return ChunkedScheduler(blocks, **limits)
     from reference.speculation.by_load import chooser_of

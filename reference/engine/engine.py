@@ -84,7 +84,8 @@ class Engine:
         return [self]
 
     def close(self) -> None:
-        """End what runs the model, where that is processes of their own."""
+        """End what runs the model, where that is processes of their own, and copies under way."""
+        self.scheduler.host.close()
         self.runner.close()
 
     # ------------------------------------------------------------ in

@@ -63,7 +63,10 @@ class EngineArgs:
     kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another
     one needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's
-    memory. scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
+    memory. kv_offloading_size: GiB of host memory for blocks that the pool has no room for, found
+    again by the prefix cache; None: none. kv_offloading_folder: where they go from there, a folder
+    or what fsspec reaches, kv_offloading_folder_size GiB of it; engines of one model may share it.
+    scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
     environment, VLLM_BATCH_INVARIANT=1.
@@ -99,6 +102,9 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = None
     preemption_mode: str = "recompute"
     swap_space: float = 4.0
+    kv_offloading_size: float | None = None
+    kv_offloading_folder: str | None = None
+    kv_offloading_folder_size: float = 16.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
@@ -152,6 +158,7 @@ class EngineArgs:
         is_share = is_number(share, 0, 1) and share > 0
         self._require("gpu_memory_utilization", is_share, "above 0, at most 1")
         self._require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
+        self._check_offloading()
         is_seed = self.seed is None or is_whole(self.seed, 0, 2**63 - 1)
         self._require("seed", is_seed, "None, or an integer with 0 <= seed < 2**63")
         dtype = str(self.dtype).removeprefix("torch.")
@@ -209,10 +216,27 @@ class EngineArgs:
             f"None, {', '.join(BACKENDS)}",
         )
 
+    def _check_offloading(self) -> None:
+        """Where blocks go that the pool has no room for."""
+        size, folder = self.kv_offloading_size, self.kv_offloading_folder
+        is_size = size is None or is_number(size, 0)
+        self._require("kv_offloading_size", is_size, "None, or a finite number of GiB")
+        is_folder = folder is None or (isinstance(folder, str) and folder != "")
+        self._require("kv_offloading_folder", is_folder, "None, or a folder's name")
+        is_size = is_number(self.kv_offloading_folder_size, 0)
+        self._require("kv_offloading_folder_size", is_size, "a finite number of GiB")
+        if size is None:
+            accepted = "None without kv_offloading_size, the host memory that blocks pass through"
+            self._require("kv_offloading_folder", folder is None, accepted)
+            return
+        accepted = "None with enable_prefix_caching=False, because it finds blocks again"
+        self._require("kv_offloading_size", self.enable_prefix_caching, accepted)
+
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
         method = None if self.speculative_config is None else self.speculative_config.method
-        if not (self.batch_invariant or method):
+        offloads = self.kv_offloading_size is not None
+        if not (self.batch_invariant or method or offloads):
             return
         from reference.features.composition import refuse_together  # here: few ask for these
 
@@ -227,6 +251,10 @@ class EngineArgs:
         together("async_scheduling", "async", method, "False with speculative_config")
         if method:
             together("speculative_config", method, workers, f"None {where}")
+        if offloads:
+            swap = "swap" if self.preemption_mode == "swap" else None
+            together("kv_offloading_size", "offloading", workers, f"None {where}")
+            together("kv_offloading_size", "offloading", swap, 'None with preemption_mode="swap"')
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":
