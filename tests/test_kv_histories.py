@@ -8,7 +8,6 @@ import time
 from collections import Counter
 
 import pytest
-import torch
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.lab.histories import ChunkedRules
@@ -36,6 +35,9 @@ class Unreliable:
         self.trouble()
         if self.draw.random() >= self.lost:
             self.tier.put(key, block)
+
+    def flush(self, until) -> None:
+        self.tier.flush(until)
 
     def get(self, key):
         self.trouble()

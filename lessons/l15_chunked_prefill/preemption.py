@@ -32,7 +32,11 @@ def always(sequence: Sequence, running: list[Sequence]) -> bool:
 class Nowhere:
     """Where K and V of preempted requests wait: nowhere, so they are computed again. swap.py has
     the other place, host memory.
+
+    asked, found: tokens of waiting requests that were looked for far away, and that came.
     """
+
+    asked = found = 0
 
     def keep(self, sequence: Sequence, step: Step) -> None:
         """Save what a running sequence has computed, before its blocks are taken back."""

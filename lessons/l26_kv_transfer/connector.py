@@ -140,9 +140,12 @@ class TierConnector:
         wait(list(self.copying.values()), timeout=0.05, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
+        until = time.time() + self.patience_s
+        wait([*self.copying.values(), *self.saving.values()], timeout=self.patience_s)
         for job in self.copying:
             job.give_up()
-        self.threads.shutdown(cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.tier.flush(until)
 
     # ------------------------------------------------------------ in the copying threads
 

@@ -41,7 +41,8 @@ class TieredBlockManager(CachingBlockManager):
         self.salts: dict[int, Key] = {}
         self.saved: dict[int, list[Key]] = {}
         self.loads: dict[int, Job] = {}
-        self.copying: dict[Job, tuple[list[int], list[int]]] = {}  # see `begin_load`
+        self.copying: dict[Job, tuple[list[int], list[int]]] = {}  # see `hold`
+        self.asked = self.found = 0  # tokens
 
     def announce(self, sequence: int, salt: Key) -> None:
         """Before anything of a sequence is loaded or saved. salt: FIRST, if tokens say it all."""
@@ -102,6 +103,7 @@ class TieredBlockManager(CachingBlockManager):
         count = 0
         if self.blocks_for(len(names)) - len(known) <= self.num_free:
             count = self.connector.matched(keys[len(known) :])
+            self.asked += (len(keys) - len(known)) * self.block_size
         if not count:
             self.pool.release(reversed(known))
             return None
@@ -124,6 +126,7 @@ class TieredBlockManager(CachingBlockManager):
             if job.is_load:
                 whole = len(known) + job.arrived
                 self.cache.insert(names[: whole * self.block_size], blocks[:whole])
+                self.found += job.arrived * self.block_size
             self.pool.release(reversed(blocks))
 
     def can_grow(self, sequence: int, held: int, tokens: int) -> bool:
@@ -146,6 +149,14 @@ class Elsewhere(Nowhere):
     ):
         self.blocks, self.salt_of = blocks, salt_of
         self.refused: tuple[int, int] = (-1, 0)  # who got no load, and how many blocks were free
+
+    @property
+    def asked(self) -> int:
+        return self.blocks.asked
+
+    @property
+    def found(self) -> int:
+        return self.blocks.found
 
     def fetch(self, sequence: Sequence) -> None:
         blocks, row = self.blocks, sequence.row

@@ -37,6 +37,9 @@ class Tier(Protocol):
     def get(self, key: Key) -> Tensor | None:
         """A copy of the block; None: it is not here any more."""
 
+    def flush(self, until: float) -> None:
+        """Bring what would be lost with this process to where it is not, until a time.time()."""
+
 
 class Lru:
     """An order of eviction: the key that was used least recently goes first."""
@@ -132,6 +135,15 @@ class HostTier:
             self.put(key, block)  # it is wanted now, so it comes up again
         return block
 
+    def flush(self, until: float) -> None:
+        if self.below is None:
+            return
+        for key, row in reversed(self.rows.items()):  # the newest first, if time is short
+            if time.time() > until:
+                break
+            self.below.put(key, self.buffer[row])
+        self.below.flush(until)
+
 
 class Found(NamedTuple):
     """A file of a FolderTier. used: when it was read or written last, seconds."""
@@ -205,6 +217,9 @@ class FolderTier:
             self.count("get", ValueError("torn"))
             self.store.rm_file(name)
         return None
+
+    def flush(self, until: float) -> None:
+        """Nothing of it is in memory."""
 
     def name_of(self, key: Key) -> str:
         """Where a block's file is. In 256 folders, because some systems are slow with one."""

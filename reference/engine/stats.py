@@ -17,7 +17,8 @@ from reference.engine.request import EngineRequest
 class EngineStats:
     """The engine between two steps. num_waiting: those that were preempted, too. kv_cache_usage:
     the share of blocks that a sequence owns, 0 to 1. All that follow are totals since the engine
-    began; prefix_cache_*: tokens of prompts. num_refused: turned away by admission; num_timeouts:
+    began; prefix_cache_*: tokens of prompts; external_*: those that the pool did not know, and that
+    came from host memory or files. num_refused: turned away by admission; num_timeouts:
     dropped because their time was over; num_aborted: their reader had gone.
     """
 
@@ -27,6 +28,8 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_refused: int = 0
@@ -109,7 +112,11 @@ class StatsCounter:
         used = 1 - free / sum(scheduler.blocks.num_blocks for scheduler in schedulers)
         running = sum(len(scheduler.running) for scheduler in schedulers)
         waiting = sum(len(scheduler.waiting) for scheduler in schedulers)
-        return EngineStats(running, waiting, used, **self.totals)
+        far = dict(
+            external_prefix_cache_queries=sum(scheduler.host.asked for scheduler in schedulers),
+            external_prefix_cache_hits=sum(scheduler.host.found for scheduler in schedulers),
+        )
+        return EngineStats(running, waiting, used, **far, **self.totals)
 
     def count(self, touched: list[EngineRequest]) -> IterationStats:
         """Count a step, and tell the observers. touched: who got a token in it."""

@@ -100,6 +100,14 @@ COUNTERS = {
     "num_preemptions": ("num_preemptions", "Preemptions so far."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked for in the cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "external_prefix_cache_queries": (
+        "external_prefix_cache_queries",
+        "Prompt tokens looked for in host memory and files.",
+    ),
+    "external_prefix_cache_hits": (
+        "external_prefix_cache_hits",
+        "Prompt tokens that came from there.",
+    ),
     "prompt_tokens": ("prompt_tokens", "Prefill tokens processed."),
     "generation_tokens": ("generation_tokens", "Generation tokens processed."),
 }
