@@ -81,7 +81,7 @@ class HostTier:
     copied beside the GPU's work.
 
     capacity: blocks. below: the tier that gets what has to leave; None: it is lost. order: which
-    block leaves.
+    block leaves. hits: blocks that were found here.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class HostTier:
         self.below = below
         self.order = Lru() if order is None else order
         self.lock = threading.Lock()
+        self.hits = 0
 
     def has(self, key: Key) -> bool:
         return key in self.rows or (self.below is not None and self.below.has(key))
@@ -129,6 +130,7 @@ class HostTier:
         with self.lock:
             if key in self.rows:
                 self.order.use(key)
+                self.hits += 1
                 return self.buffer[self.rows[key]].clone()
         block = None if self.below is None else self.below.get(key)
         if block is not None:
@@ -173,6 +175,7 @@ class FolderTier:
         self.folder = f"{path}/{of}"
         self.block_bytes, self.quota = block_bytes, quota
         self.faults: dict[str, int] = {}
+        self.hits = 0
         self.lock = threading.Lock()
         self.store.makedirs(self.folder, exist_ok=True)
         self.used_bytes = sum(file.size for file in self.files())
@@ -213,6 +216,7 @@ class FolderTier:
             is_whole = len(body) == self.block_bytes and data.startswith(MAGIC)
             if is_whole and data[len(MAGIC) : HEADER] == digest(key, body):
                 self.touch(name)
+                self.hits += 1
                 return torch.frombuffer(bytearray(body), dtype=torch.uint8)
             self.count("get", ValueError("torn"))
             self.store.rm_file(name)

@@ -1,0 +1,88 @@
+"""The table and the figure of turns.py, from its record."""
+
+from lessons.toolbox.draw.figure import (
+    ROLES,
+    ClassFigure,
+    caption,
+    frame,
+    label_column,
+    number,
+    style,
+)
+
+LOOKS = {
+    "no cache": "naive",
+    "prefix cache": "library",
+    "host memory": "optimized",
+    "host memory and files": "floor",
+}
+ALT = "Milliseconds to the first token over the turn of a chat, for four ways of keeping K and V."
+
+
+def milliseconds(entry: dict) -> list[float]:
+    """The median of each turn."""
+    return [1000 * turn["median"] for turn in entry["ttft_s"]]
+
+
+def later(entry: dict) -> float:
+    """Milliseconds to the first token from the second turn on: the mean of the medians."""
+    found = milliseconds(entry)[1:]
+    return sum(found) / len(found)
+
+
+def print_table(record: dict, console) -> None:
+    """A row for each way."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{record['chats']} chats of {record['turns']} turns, of which one in "
+        f"{record['fits']} fits into the pool; ms to the first token"
+    )
+    table.add_column("way")
+    for name in ("first turn", "last turn", "from the 2nd on", "of no cache", "found elsewhere"):
+        table.add_column(name, justify="right")
+    whole = later(record["entries"][0])
+    for entry in record["entries"]:
+        turns, asked = milliseconds(entry), entry["asked_tokens"]
+        table.add_row(
+            entry["name"],
+            f"{turns[0]:.1f}",
+            f"{turns[-1]:.1f}",
+            f"{later(entry):.1f}",
+            f"{later(entry) / whole:.2f}",
+            f"{entry['found_tokens'] / asked:.0%}" if asked else "",
+        )
+    console.print(table)
+
+
+@style()
+def draw_turns(record: dict) -> ClassFigure:
+    """Milliseconds to the first token over the turn, with the range of the middle 60 %."""
+    entries = {entry["name"]: entry for entry in record["entries"]}
+    share = later(entries["host memory"]) / later(entries["no cache"])
+    fig, ax = frame(
+        "With host memory behind the cache, a first token of the second turn or later waits for "
+        f"{number(share)} of the time that it takes without a cache",
+        caption(
+            record["fingerprint"],
+            model=record["model"],
+            chats=record["chats"],
+            in_the_pool=record["chats"] // record["fits"],
+        ),
+        (10, 5.4),
+    )
+    labels, turns = [], range(1, record["turns"] + 1)
+    for name, role in LOOKS.items():
+        look, bands = ROLES[role], entries[name]["ttft_s"]
+        values = milliseconds(entries[name])
+        ax.plot(turns, values, color=look.colour, marker=look.markers[0], ls=look.dash)
+        low, high = ([1000 * turn[edge] for turn in bands] for edge in ("p20", "p80"))
+        ax.fill_between(turns, low, high, color=look.colour, alpha=0.15, lw=0)
+        labels.append((turns[-1], values[-1], name, look.colour))
+    ax.set_ylim(bottom=0)
+    ax.set_xticks(turns)
+    ax.grid(True, axis="y")
+    ax.set_xlabel("turn of the chat")
+    ax.set_ylabel("ms to the first token\n(lower is better)")
+    label_column(ax, labels)
+    return fig
