@@ -145,9 +145,7 @@ class Engine:
             # min_tokens also keeps away an end-of-sequence token that would not end the answer
             late = frozenset((*params.stop_token_ids, *config.eos_token_ids))
             stops = frozenset(params.stop_token_ids) if params.ignore_eos else late
-            constraint = None
-            if params.structure is not None:
-                constraint = self.structures.constraint(params.structure, stops)
+            constraint = params.structure and self.structures.constraint(params.structure, stops)
             sequences.append(
                 EngineSequence(
                     row=next(self.ids),
@@ -194,9 +192,7 @@ class Engine:
             self.scheduler.waiting.sort(key=self.scheduler.order)
 
     def take_adapter(self, request: LoRARequest | None):
-        """The adapter that a request wants, held for it; None: none. Raises ValueError if it cannot
-        be had.
-        """
+        """The adapter that a request wants, held for it; None: none. Raises ValueError."""
         if request is None:
             return None
         if self.runner.adapters is None:

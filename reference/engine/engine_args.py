@@ -158,7 +158,6 @@ class EngineArgs:
         is_share = is_number(share, 0, 1) and share > 0
         self._require("gpu_memory_utilization", is_share, "above 0, at most 1")
         self._require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
-        self._check_offloading()
         is_seed = self.seed is None or is_whole(self.seed, 0, 2**63 - 1)
         self._require("seed", is_seed, "None, or an integer with 0 <= seed < 2**63")
         dtype = str(self.dtype).removeprefix("torch.")
@@ -234,6 +233,7 @@ class EngineArgs:
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
+        self._check_offloading()
         method = None if self.speculative_config is None else self.speculative_config.method
         offloads = self.kv_offloading_size is not None
         if not (self.batch_invariant or method or offloads):
