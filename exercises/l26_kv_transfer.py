@@ -1,8 +1,8 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=26
-# Generated from solutions/l26_kv_transfer.py, checksum 8c8c3dc17ed6. Generating again never overwrites your edits.
+# Generated from solutions/l26_kv_transfer.py, checksum aa3defd74b55. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of two
-tiers, a log with a race in it, and the score of a router.
+"""Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of
+two tiers, a log with a race in it, and the score of a router.
 """
 
 from collections import OrderedDict

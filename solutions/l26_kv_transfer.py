@@ -1,5 +1,5 @@
-"""Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of two
-tiers, a log with a race in it, and the score of a router.
+"""Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of
+two tiers, a log with a race in it, and the score of a router.
 """
 
 from collections import OrderedDict
