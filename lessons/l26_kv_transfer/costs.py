@@ -46,6 +46,7 @@ HOST_GB = Price(
 DISK_GB = Price(
     0.365, "a GB of enterprise NVMe", "VDURA by servernews.ru/1135611: 30 TB TLC 10,950", "2026-Q1"
 )
+PRICES = GPU_HOUR, HOST_GB, DISK_GB
 KEPT_YEARS = 3  # after which memory and disks have paid for themselves, an assumption
 # The GPU waits for this share of a copy. 1: for all of it, the worst case; 0: the copy is hidden.
 WAITING = 1.0
