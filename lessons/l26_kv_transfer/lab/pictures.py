@@ -50,9 +50,11 @@ WAYS = {
 
 
 @style()
-def draw_pauses(model: str = MODEL) -> ClassFigure:
-    """Dollars for a million tokens over the pause: four lines, and where they cross."""
-    lines = ways(token_of(*MODELS[model]))
+def draw_pauses(model: str = MODEL, waiting: float = 1.0) -> ClassFigure:
+    """Dollars for a million tokens over the pause: four lines, and where they cross. waiting: the
+    share of the copies for which the GPU waits.
+    """
+    lines = ways(token_of(*MODELS[model]), waiting=waiting)
     found = cheapest(lines)
     places = ", ".join(
         f"{WAYS[name][0]} from {in_words(since)} on" for name, since in found if since
@@ -60,7 +62,7 @@ def draw_pauses(model: str = MODEL) -> ClassFigure:
     fig, ax = frame(
         f"Cheapest after a pause: {places}",
         f"predicted · {model}, contexts of {CONTEXT}, one H100 at {GPU_HOUR.dollars:.2f} dollars "
-        "an hour that waits for every copy · prices: costs.py",
+        f"an hour that waits for {waiting:.0%} of the copies · prices: costs.py",
         (11, 5.4),
     )
     low, high = 0.2, 1e5
