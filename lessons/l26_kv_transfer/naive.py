@@ -28,7 +28,7 @@ def gather(pool: KVPool, blocks: Sequence[int]) -> Tensor:
     check_blocks(pool, blocks)
     packed = new_rows(pool, len(blocks))
     for row, block in zip(packed, blocks):
-        for place, page in zip(places_of(pool, row), pages_of_block(pool, block)):
+        for place, page in places_and_pages(pool, row, block):
             place.copy_(page)
     return packed
 
@@ -43,8 +43,19 @@ def scatter(pool: KVPool, blocks: Sequence[int], packed: Tensor) -> None:
     check_blocks(pool, blocks)
     check_packed(pool, blocks, packed)
     for row, block in zip(packed, blocks):
-        for place, page in zip(places_of(pool, row), pages_of_block(pool, block)):
+        for place, page in places_and_pages(pool, row, block):
             page.copy_(place)
+
+
+def places_and_pages(pool: KVPool, row: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each page of a block: its place in a packed row, and itself. row: [block_bytes] uint8; both
+    [bytes of a page] uint8, views.
+    """
+    for places, pages in zip(split_row(pool, row), pages_of(pool)):
+        yield from zip(
+            places.flatten(0, 1),
+            pages[:, :, block].flatten(0, 1),
+        )
 
 
 # ---------------------------------------------------------------- where a block is
@@ -56,34 +67,28 @@ def pages_of(pool: KVPool) -> list[Tensor]:
     A layer has one part where a token's heads are side by side in memory. Lesson 19's scales have
     the slots of a head side by side, so there each head is a part.
     """
-    found = []
-    for slots in pool.tensors:
-        if not slots.numel():  # the V of latents, which has no width
-            continue
-        blocks = pool.blocks(slots)  # [layers, num_blocks, block_size, Hkv, ...]
-        if slots.stride(2) > slots.stride(1):
-            blocks = blocks.permute(0, 3, 1, 2, 4)
-        else:
-            blocks = blocks.unsqueeze(1)
-        found.append(blocks.view(*blocks.shape[:3], -1).view(torch.uint8))
-    return found
+    return [
+        pages_of_tensor(pool, slots)
+        for slots in pool.tensors
+        if slots.numel()  # the V of latents has no width
+    ]
+
+
+def pages_of_tensor(pool: KVPool, slots: Tensor) -> Tensor:
+    """slots: [layers, slots + 1, Hkv, ...] -> [layers, parts, num_blocks, bytes of a page]."""
+    blocks = pool.blocks(slots)  # [layers, num_blocks, block_size, Hkv, ...]
+    is_by_heads = slots.stride(2) > slots.stride(1)
+    if is_by_heads:
+        blocks = blocks.permute(0, 3, 1, 2, 4)
+    else:
+        blocks = blocks.unsqueeze(1)
+    pages = blocks.view(*blocks.shape[:3], -1)
+    return pages.view(torch.uint8)
 
 
 def block_bytes(pool: KVPool) -> int:
     """Bytes that a block holds in all layers and tensors."""
     return sum(pages[:, :, 0].numel() for pages in pages_of(pool))
-
-
-def pages_of_block(pool: KVPool, block: int) -> Iterator[Tensor]:
-    """The pages of one block in the order of a packed row: [bytes of a page] uint8 each."""
-    for pages in pages_of(pool):
-        yield from pages[:, :, block].flatten(0, 1)
-
-
-def places_of(pool: KVPool, row: Tensor) -> Iterator[Tensor]:
-    """Where each of these pages is in a packed row: [block_bytes] -> [bytes of a page] each."""
-    for part in split_row(pool, row):
-        yield from part.flatten(0, 1)
 
 
 def split_row(pool: KVPool, packed: Tensor) -> Iterator[Tensor]:
@@ -92,7 +97,8 @@ def split_row(pool: KVPool, packed: Tensor) -> Iterator[Tensor]:
     for pages in pages_of(pool):
         layers, parts, _, page_bytes = pages.shape
         size = layers * parts * page_bytes
-        yield packed[..., at : at + size].unflatten(-1, (layers, parts, page_bytes))
+        part = packed.narrow(-1, at, size)
+        yield part.unflatten(-1, (layers, parts, page_bytes))
         at += size
 
 
@@ -101,30 +107,37 @@ def split_row(pool: KVPool, packed: Tensor) -> Iterator[Tensor]:
 
 def new_rows(pool: KVPool, count: int) -> Tensor:
     """Room for `count` blocks: [count, block_bytes] uint8."""
-    device = pool.k_slots.device
-    return torch.empty(count, block_bytes(pool), dtype=torch.uint8, device=device)
+    return torch.empty(
+        count,
+        block_bytes(pool),
+        dtype=torch.uint8,
+        device=pool.k_slots.device,
+    )
 
 
 def check_blocks(pool: KVPool, blocks: Sequence[int]) -> None:
     """Raise ValueError that names the first number that is none of the pool's blocks."""
-    if not isinstance(blocks, Sequence) or isinstance(blocks, (str, bytes)):
+    if not isinstance(blocks, (list, tuple, range)):
         refuse("blocks", blocks, "a list of block numbers")
+    last = pool.num_blocks - 1
     for block in blocks:
-        if not is_whole(block, 0, pool.num_blocks - 1):
-            refuse("blocks", block, f"0 to {pool.num_blocks - 1}")
+        if not is_whole(block, 0, last):
+            refuse("blocks", block, f"0 to {last}")
 
 
 def check_packed(pool: KVPool, blocks: Sequence[int], packed: Tensor) -> None:
     """Raise ValueError unless these rows can be written into these blocks."""
     if len(set(blocks)) < len(blocks):
-        twice = next(block for block in blocks if list(blocks).count(block) > 1)
-        refuse("blocks", f"{twice} twice", "each block once, because two rows cannot share it")
+        twice = min(block for block in blocks if list(blocks).count(block) > 1)
+        accepted = "each block once, because two rows cannot share it"
+        refuse("blocks", f"{twice} twice", accepted)
     if not isinstance(packed, Tensor):
-        refuse("packed", type(packed).__name__, "a tensor of bytes, as gather returns it")
-    wanted = (len(blocks), block_bytes(pool)), torch.uint8, pool.k_slots.device
-    found = tuple(packed.shape), packed.dtype, packed.device
-    if found != wanted:
-        got, accepted = (f"{shape}, {dtype}, on {where}" for shape, dtype, where in (found, wanted))
+        kind = type(packed).__name__
+        refuse("packed", kind, "a tensor of bytes, as gather returns it")
+    rows = [len(blocks), block_bytes(pool)]
+    accepted = f"{rows}, torch.uint8, on {pool.k_slots.device}"
+    got = f"{list(packed.shape)}, {packed.dtype}, on {packed.device}"
+    if got != accepted:
         raise ValueError(f"packed: got {got}; accepted: {accepted}")
-    if packed.numel() and not packed.is_contiguous():
+    if not packed.is_contiguous():
         raise ValueError(f"packed: got strides {packed.stride()}; accepted: a contiguous tensor")

@@ -210,8 +210,8 @@ def test_refuses_foreign_blocks_and_rows(way):
     packed = way.gather(pool, [0, 1])
     wide = torch.cat([packed, packed], dim=1)
     for rows, message in (
-        (packed[:1], r"packed: got \(1, "),
-        (packed[:, 1:], r"packed: got \(2, "),
+        (packed[:1], r"packed: got \[1, "),
+        (packed[:, 1:], r"packed: got \[2, "),
         (packed.float(), "float32"),
         (packed.to("meta"), "on meta"),
         (wide[:, : packed.shape[1]], "contiguous"),

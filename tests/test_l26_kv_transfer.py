@@ -1,0 +1,140 @@
+"""Lesson 26: excerpts are lines of the sources, and its texts quote what the code says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lessons.l01_roofline.calculators import attention_flops, weight_bytes
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l15_chunked_prefill.lab.costs import EFFICIENCY, OVERHEAD_S
+from lessons.l26_kv_transfer import costs
+from lessons.l26_kv_transfer.costs import (
+    CONTEXT,
+    LINKS,
+    MODELS,
+    cheapest,
+    in_words,
+    token_of,
+    ways,
+)
+from lessons.l26_kv_transfer.lab.pictures import FIGURES
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.measure.hardware import CHIPS
+from tests.excerpts import plain_readme, stray_excerpts
+
+ROOT = Path(__file__).parents[1]
+ROOM = ROOT / "lessons/l26_kv_transfer"
+README = plain_readme(ROOM)
+LLAMA, H100 = find_model("llama-3-8b"), CHIPS["h100"]
+TOKEN = token_of(LLAMA)
+
+
+def said(text: str) -> None:
+    assert text in README, text
+
+
+def test_the_excerpts_are_lines_of_the_sources():
+    assert not stray_excerpts(ROOM)
+
+
+def test_the_bottleneck():
+    room = 0.9 * H100.memory_bytes - weight_bytes(LLAMA)
+    tokens = room / TOKEN.kv_bytes
+    said(f"{room / 1e9:.1f} GB of K and V, which is {tokens:,.0f} tokens")
+    said(f"or {tokens // CONTEXT:.0f} chats of {CONTEXT} tokens")
+    said(f"its prefill takes {1e3 * CONTEXT * TOKEN.compute_s:.0f} ms")
+    moved_ms = 1e3 * CONTEXT * TOKEN.move_s(LINKS["PCIe 5.0"])
+    said(f"Its {CONTEXT * TOKEN.kv_bytes / 1e9:.2f} GB of K and V would have crossed PCIe in")
+    said(f"in {moved_ms:.1f} ms")
+
+
+def test_steps_1_and_2():
+    said(f"= {TOKEN.kv_bytes:,.0f} bytes")
+    move_s = TOKEN.move_s(LINKS["PCIe 5.0"])
+    said(f"/ 64 GB/s = {1e6 * move_s:.2f} µs")
+    body = 2 * (LLAMA.active_params - LLAMA.embedding_params)
+    seen = attention_flops(LLAMA, CONTEXT * (CONTEXT + 1) / 2) / CONTEXT
+    said(f"({body / 1e9:.1f} + {seen / 1e9:.1f}) GFLOP / ({100 * EFFICIENCY:.0f} % of")
+    said(f"{H100.bf16_flops_per_s / 1e12:.1f} TFLOP/s) = {1e6 * TOKEN.compute_s:.1f} µs")
+    said(f"moving is {TOKEN.compute_s / move_s:.0f} times faster")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_of_links(model):
+    token = token_of(*MODELS[model])
+    cells = [f"{token.kv_bytes / 1024:.1f}", f"{1e6 * token.compute_s:.1f}"]
+    shown = ("PCIe 5.0", "NVMe", "100 Gb/s", "25 Gb/s")
+    cells += [f"{1e6 * token.move_s(LINKS[link]):.1f}" for link in shown]
+    slowest = token.kv_bytes / token.compute_s
+    said(f"| {model} | {' | '.join(cells)} | {8 * slowest / 1e9:.0f} |")
+    if model == "Llama-3-8B, GQA":
+        said(f"W_link = κ / t_again, {slowest / 1e9:.1f} GB/s here")
+
+
+def test_the_crossings():
+    found = dict(cheapest(ways(TOKEN)))
+    pauses = [in_words(found[name]) for name in ("host", "disk", "compute")]
+    assert pauses == ["2.5 s", "15 min", "99 min"]
+    said("After 2.5 seconds host memory is cheaper, after 15 minutes a disk. After 99 minutes")
+    said(f"2 · 80 GB / 64 GB/s = {costs.memory_in_and_out_s():.1f} s")
+    slower = cheapest(ways(TOKEN, disk_link=7e9))
+    assert "disk" not in dict(slower)
+    said("With a disk of 7 GB/s instead of 14, the disk is never the cheapest way")
+    said(f"2 · 141 / 64 = {costs.memory_in_and_out_s(CHIPS['h200']):.1f} s")
+
+
+def test_the_toy_of_step_4():
+    """A GPU of 1 dollar a second with 10 bytes, one byte, one second a copy."""
+    hbm, host, compute = (
+        costs.Way("HBM", 0.0, 0.1),
+        costs.Way("host", 2.0, 0.02),
+        costs.Way("compute", 5.0, 0.0),
+    )
+    assert costs.crossing_s(hbm, host) == pytest.approx(25)
+    assert costs.crossing_s(host, compute) == pytest.approx(150)
+    assert [name for name, _ in cheapest([hbm, host, compute])] == ["HBM", "host", "compute"]
+
+
+def test_pages_of_a_block():
+    record = json.loads((ROOT / "results/counted/l26_gather.json").read_text(encoding="utf-8"))
+    one = record[0]
+    said(f"{one['copies']} pages of {one['bytes'] // one['copies'] // 1024} KiB")
+    said(f"{one['copies']} copies take {1e6 * one['copies_s']:.0f} µs")
+    said(f"The block's 2 MiB need {1e6 * one['pcie_s']:.0f} µs on PCIe")
+    assert one["bytes"] == 2**21 == 16 * TOKEN.kv_bytes
+    for row in record:
+        assert row["kernel_s"] < row["pcie_s"] < row["copies_s"]  # as the figure's description
+        assert 9 < row["copies_s"] / row["pcie_s"] < 11
+        if row["blocks"] >= 64:
+            assert 1.8 < row["kernel_s"] / (row["floor_s"] / 2) < 2.4
+
+
+def test_short_prompts_and_the_quiz():
+    saved_ms = 1e3 * 100 * token_of(LLAMA, context=100).compute_s
+    step_ms = 1e3 * OVERHEAD_S
+    said(f"prefilled in `{saved_ms + step_ms:.1f} ms`, of which `{step_ms:.0f} ms`")
+    said(f"save `{saved_ms:.1f} ms` at most")
+    token = token_of("llama-2-7b", 8)
+    said(f"Half of 165 Gb/s: {8 * token.kv_bytes / token.compute_s / 1e9:.0f} Gb/s")
+    moved = 32768 * TOKEN.kv_bytes
+    said(f"= {moved / 1e9:.2f} GB; 100 Gb/s = 12.5 GB/s; {moved / LINKS['100 Gb/s']:.2f} s")
+
+
+def test_the_panels_are_what_their_description_says():
+    slower = {
+        name: sum(token_of(*MODELS[name]).move_s(rate) > token_of(*MODELS[name]).compute_s
+                  for rate in LINKS.values())
+        for name in MODELS
+    }  # fmt: skip
+    assert slower["Llama-2-7B, MHA"] == 3 and slower["DeepSeek-V3, MLA"] == 0
+    said("For Llama-2-7B three of five links are slower than computing")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_legible_and_drawn_anew(name):
+    figure = FIGURES[name]()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
+    svg = (ROOM / f"lab/{name}.svg").read_text(encoding="utf-8")
+    title = figure.get_suptitle()
+    assert " ".join(title.split())[:40] in " ".join(svg.split())
