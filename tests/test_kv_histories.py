@@ -12,8 +12,8 @@ import pytest
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.lab.histories import ChunkedRules
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.connector import TierConnector
-from lessons.l26_kv_transfer.elsewhere import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import FolderTier, HostTier, UsedAgainLast
 from reference.engine.engine import Engine

@@ -16,8 +16,8 @@ from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH
 from lessons.l13_prefix_caching.naive import FIRST, HashBlocks
 from lessons.l15_chunked_prefill.lab.virtual import new_request
 from lessons.l21_multi_lora.lab.testing import random_adapter
+from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager, plain
 from lessons.l26_kv_transfer.connector import TierConnector
-from lessons.l26_kv_transfer.elsewhere import Elsewhere, TieredBlockManager, plain
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import OLDEST_PART_S, FolderTier, HostTier, UsedAgainLast
 from lessons.toolbox.profile import time_model

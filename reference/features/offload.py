@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lessons.l13_prefix_caching.naive import FIRST, HashBlocks
+from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.connector import TierConnector
-from lessons.l26_kv_transfer.elsewhere import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import FolderTier, HostTier
 from reference.engine.engine_args import EngineArgs
