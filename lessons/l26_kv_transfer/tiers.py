@@ -163,9 +163,9 @@ OLDEST_PART_S = 600.0  # a file that is still being written after this time has 
 class FolderTier:
     """A file for each block, in a folder or in a store that fsspec reaches ("s3://…").
 
-    quota: bytes of all files together; when they are more, the least recently used ones go. of:
-    names the model and the format of its blocks, because equal tokens have other K and V in another
-    model. Several engines may share a folder. A file appears whole or not at all: it is written
+    of: names the model and the format of its blocks, because equal tokens have other K and V in
+    another model. quota: bytes of its files; when they are more, the least recently used ones go.
+    Several engines may share a folder. A file appears whole or not at all: it is written
     under another name first. A file that is torn or of another layout is removed when it is read.
     faults: what went wrong with the store, counted; the block is lost then, and nothing else.
     """
