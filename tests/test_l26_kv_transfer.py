@@ -80,7 +80,7 @@ def test_the_crossings():
     said(f"2 · 80 GB / 64 GB/s = {costs.memory_in_and_out_s():.1f} s")
     slower = cheapest(ways(TOKEN, disk_link=7e9))
     assert "disk" not in dict(slower)
-    said("With a disk of 7 GB/s instead of 14, the disk is never the cheapest way")
+    said("With a disk of `7 GB/s` instead of 14, the disk is never the cheapest way")
     said(f"2 · 141 / 64 = {costs.memory_in_and_out_s(CHIPS['h200']):.1f} s")
 
 
