@@ -19,6 +19,7 @@ from lessons.l26_kv_transfer.costs import (
     ways,
 )
 from lessons.l26_kv_transfer.lab.pictures import FIGURES
+from lessons.l26_kv_transfer.optimized import piece_for
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
@@ -80,7 +81,7 @@ def test_the_crossings():
     said(f"2 · 80 GB / 64 GB/s = {costs.memory_in_and_out_s():.1f} s")
     slower = cheapest(ways(TOKEN, disk_link=7e9))
     assert "disk" not in dict(slower)
-    said("With a disk of 7 GB/s instead of 14, the disk is never the cheapest way")
+    said("With a disk of `7 GB/s` instead of 14, the disk is never the cheapest way")
     said(f"2 · 141 / 64 = {costs.memory_in_and_out_s(CHIPS['h200']):.1f} s")
 
 
@@ -138,3 +139,46 @@ def test_figures_are_legible_and_drawn_anew(name):
     svg = (ROOM / f"lab/{name}.svg").read_text(encoding="utf-8")
     title = figure.get_suptitle()
     assert " ".join(title.split())[:40] in " ".join(svg.split())
+
+
+# ---------------------------------------------------------------- MORE.md
+
+
+def test_the_table_of_waiting():
+    for waiting in (1, 0.5, 0):
+        found = dict(cheapest(ways(TOKEN, waiting=waiting)))
+        cells = [in_words(found[name]) if name in found else "–" for name in ("host", "disk")]
+        if not waiting:
+            assert found["disk"] == 0
+            cells[1] = "0 s"
+        said(f"| {waiting:g} | {' | '.join(cells)} | {in_words(found['compute'])} |")
+
+
+def test_context_and_models_in_more():
+    short, long = (token_of(LLAMA, context=context) for context in (512, 131072))
+    times = [token.compute_s / token.move_s(LINKS["NVMe"]) for token in (short, long)]
+    said(f"computing takes {times[0]:.1f} times as long as reading from our disk")
+    said(f"in one of 131,072 tokens {times[1]:.1f} times")
+    seconds = {name: CONTEXT * token_of(name).compute_s for name in ("llama-3-8b", "llama-3-70b")}
+    said(f"For Llama-3-8B it is {seconds['llama-3-8b']:.2f} s (step 2), for Llama-3-70B")
+    said(f"{seconds['llama-3-70b']:.1f} s.")
+    said("It is 50 times slower than HBM")
+    assert 50 <= H100.memory_bytes_per_s / LINKS["PCIe 5.0"] < 55
+
+
+def test_what_is_in_flight_in_more():
+    """A program's loads, and by Little's law what keeps memory busy."""
+    piece, num_warps = piece_for(32768 // 8, 2)
+    assert piece * 8 == 8 * 1024 and piece * 8 // (32 * num_warps) == 4 * 16
+    said("A thread has four loads of 16 bytes under way, so a program has 8 KiB")
+    needed = H100.memory_bytes_per_s * 0.7e-6 / H100.sm_count
+    said(f"about {needed / 1e3:.0f} kB on each SM")
+    record = json.loads((ROOT / "results/counted/l26_gather.json").read_text(encoding="utf-8"))
+    said(f"about {1e6 * record[0]['kernel_s'] / record[0]['launches']:.0f} µs a launch")
+    assert 20 < record[-1]["pcie_s"] / record[-1]["kernel_s"] < 25  # "a twentieth"
+
+
+def test_the_prices_in_more():
+    for price in costs.PRICES:
+        said(f"{price.dollars:g} dollars" if price.dollars != 2.5 else "2.50 dollars an hour")
+    said(f"| {costs.KEPT_YEARS} years |")

@@ -126,7 +126,9 @@ def check_blocks(pool: KVPool, blocks: Sequence[int]) -> None:
 
 
 def check_packed(pool: KVPool, blocks: Sequence[int], packed: Tensor) -> None:
-    """Raise ValueError unless these rows can be written into these blocks."""
+    """Raise ValueError unless packed: [len(blocks), block_bytes] can be written into these
+    blocks.
+    """
     if len(set(blocks)) < len(blocks):
         twice = min(block for block in blocks if list(blocks).count(block) > 1)
         accepted = "each block once, because two rows cannot share it"

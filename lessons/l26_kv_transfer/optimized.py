@@ -154,14 +154,10 @@ def launches(pool: KVPool, packed: Tensor) -> Iterator[Launch]:
         layers, parts, _, page_bytes = pages.shape
         size = layers * parts * page_bytes
         places = packed[:, at : at + size]
-        unit = math.gcd(
-            WIDEST,
-            page_bytes,
-            *pages.stride()[:2],
-            packed.stride(0),
-            pages.data_ptr(),
-            places.data_ptr(),
-        )
+        unit = math.gcd(WIDEST, page_bytes, *pages.stride()[:2], packed.stride(0))
+        for x in (pages, places):
+            # The offset, too, because a tensor seen as wider words must begin at one.
+            unit = math.gcd(unit, x.data_ptr(), x.storage_offset())
         word = min(unit, max(WORDS))
         yield Launch(pages.view(WORDS[word]), places.view(WORDS[word]), unit // word)
         at += size

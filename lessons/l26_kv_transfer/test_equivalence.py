@@ -142,9 +142,22 @@ def test_rows_may_begin_inside_a_larger_tensor(seed):
     """A part of a staging buffer: its addresses decide how wide the words are."""
     pool = pool_of("float32", 7, 4, seed)
     expected = naive.gather(pool, [4, 2])
-    for shift in (0, 1, 2, 4, 8):
+    for shift in (0, 1, 2, 4, 8, 12):
         memory = torch.empty(expected.numel() + shift, dtype=torch.uint8, device=DEVICE)
         packed = memory[shift:].view(expected.shape).copy_(expected)
+        other = pool_of("float32", 7, 4, seed + 1)
+        optimized.scatter(other, [0, 6], packed)
+        assert torch.equal(naive.gather(other, [0, 6]), expected)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="NOT RUN: needs rows in a buffer of Python's")
+def test_rows_may_begin_anywhere_in_a_foreign_buffer(seed):
+    """Its memory begins at an odd address, so an even one within it has an odd offset."""
+    pool = pool_of("float32", 7, 4, seed)
+    expected = naive.gather(pool, [4, 2])
+    memory = torch.frombuffer(bytearray(expected.numel() + 32), dtype=torch.uint8, offset=1)
+    for shift in range(17):
+        packed = memory[shift : shift + expected.numel()].view(expected.shape).copy_(expected)
         other = pool_of("float32", 7, 4, seed + 1)
         optimized.scatter(other, [0, 6], packed)
         assert torch.equal(naive.gather(other, [0, 6]), expected)

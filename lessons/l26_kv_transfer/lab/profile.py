@@ -16,10 +16,12 @@ BLOCKS = torch.randperm(NUM_BLOCKS, generator=GENERATOR)[:8].tolist()
 
 
 def optimized():
+    """Two launches each way: K and V."""
     packed = kernels.gather(POOL, BLOCKS)
     kernels.scatter(POOL, BLOCKS, packed)
 
 
 def naive():
+    """A copy for each page, layer and tensor, each way."""
     packed = small_copies.gather(POOL, BLOCKS)
     small_copies.scatter(POOL, BLOCKS, packed)
