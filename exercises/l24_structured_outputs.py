@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=24
-# Generated from solutions/l24_structured_outputs.py, checksum 86c9640913e8. Generating again never overwrites your edits.
+# Generated from solutions/l24_structured_outputs.py, checksum 1ba0f10994fd. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 24: which tokens may come next, and what a mask does to probabilities."""
 
@@ -44,7 +44,7 @@ def two_chances(
 
     model(text): the probability of each token of the vocabulary as the next one. They sum to 1, and
     depend on the whole text so far. allowed(text): the tokens that may come next, each with a
-    probability above 0. A text has ended where none may; after some steps each of them does.
+    probability above 0. A text ends where no token may come next, and each does after some steps.
 
         with a mask: before each step the logits of the forbidden tokens become -inf, and the
             softmax is taken of the others. The chance that sampling writes this text.

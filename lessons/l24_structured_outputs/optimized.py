@@ -184,8 +184,7 @@ def check_apply(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     if not is_dense or logits.dtype not in DECODE_DTYPES:
         raise ValueError(
             f"logits: got {logits.dtype} {tuple(logits.shape)}; accepted: [B, V] with dense rows "
-            "in "
-            f"float32, float16 or bfloat16"
+            "in float32, float16 or bfloat16"
         )
     words = -(-logits.shape[1] // 32)
     shape = (len(rows), words)
