@@ -5,8 +5,8 @@ takes 512 slots from its first token to its last, so few requests fit, and most 
 empty. more/waste.py counts it.
 
 `gathered_attention` is the plain way to use a block table in PyTorch: copy each sequence's blocks
-to one place, then attend as before. It is right for every block size and every table, so the kernels
-are held to it. It reads K and V, writes them, and reads them again.
+to one place, then attend as before. It is right for every block size and every table, so the
+kernels are held to it. It reads K and V, writes them, and reads them again.
 
 Source: Kwon et al. 2023, PagedAttention, sections 3.1 and 4.1.
 """

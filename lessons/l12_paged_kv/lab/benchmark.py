@@ -96,8 +96,8 @@ def cuda_twin(q, k_cache, v_cache, batch):
 
 
 def contiguous(q, k_cache, v_cache, batch):
-    """PyTorch's attention over caches that are padded side by side, with which the table is compared.
-    The copy is made before the clock runs.
+    """PyTorch's attention over caches that are padded side by side, which the table is compared
+    with. The copy is made before the clock runs.
     """
     keys, values = (padded(cache, batch) for cache in (k_cache, v_cache))
     row = torch.arange(keys.shape[2], device=q.device)
