@@ -125,7 +125,7 @@ def test_the_readme_counts_what_naive_moves():
     slow = record["series"]["gather, then attend"]["points"][-1]["median_s"]
     rest_us = 1e6 * (slow - ratio * record["floor_s"][-1])
     each_us = rest_us / record["x"][-1] / (len(passes) / len(profile.LENGTHS))
-    assert f"The rest is {each_us:.0f} µs for each of some" in README
+    assert f"The rest is `{each_us:.0f} µs` for each of some" in README
     assert "explains a seventh" in README and ratio * record["floor_s"][-1] / slow == pytest.approx(
         1 / 7, rel=0.1
     )
