@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
     from lessons.l02_naive_attention.request import read_requests
     from lessons.l06_mla.deepseek import load_decoder
-    from lessons.toolbox.exercises.loading import use_implementation
+    from lessons.toolbox.exercises.drop_ins import use_implementation
     from lessons.toolbox.measure.hardware import read_bandwidth
     from lessons.toolbox.measure.records import write_json
     from lessons.toolbox.model.checkpoint import load_tokenizer

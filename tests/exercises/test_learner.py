@@ -570,7 +570,7 @@ def test_unknown_lesson(lesson, capsys):
 DROP_IN = """
 import json, sys
 from lessons.l02_naive_attention import naive
-from lessons.toolbox.exercises.loading import use_implementation
+from lessons.toolbox.exercises.drop_ins import use_implementation
 for folder in sys.argv[1:]:
     report = use_implementation(folder)
     print(json.dumps([next(row for row in report if row[0] == "2.1"), naive.attention.__module__]))
