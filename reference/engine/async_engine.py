@@ -24,13 +24,14 @@ from lessons.l22_serving.admission import (
     Waiting,
 )
 from lessons.l22_serving.engine import queue_of
-from lessons.l22_serving.mailbox import RequestStream
+from lessons.l22_serving.mailbox import RequestStream, deliver
 from lessons.l22_serving.optimized import (
     AsyncEngine,
     DeadlineExceeded,
     Draining,
     EngineDeadError,
 )
+from lessons.toolbox.exercises.drop_ins import PartFailed, blamed
 from lessons.toolbox.model.arguments import is_number, refuse
 from reference.engine.assembly import new_engine
 from reference.engine.engine import Engine
@@ -104,7 +105,7 @@ class Generates(ABC):
         timeout_s: seconds after which the answer is not wanted: then, or as soon as it cannot come
         in time, reading raises DeadlineExceeded. Raises ValueError for a request that cannot be
         served, Overloaded (with retry_after_s) for one that is not let in, Draining, which is one,
-        before the end, and EngineDeadError if a step failed.
+        before the end, EngineDeadError if a step failed, and PartFailed if a learner's part did.
         """
 
     async def generate(
@@ -213,6 +214,10 @@ class AsyncLLMEngine(AsyncEngine, Generates):
         except Overloaded:
             self.counter.totals["num_refused"] += 1
             raise
+        except Exception as error:
+            if (said := blamed(error)) is None:
+                raise
+            raise PartFailed(said) from error
         request = self.engine.requests[request_id]
         longest = max(sequence.max_new_tokens for sequence in request.sequences)
         return self.rate.service_s(len(request.prompt_token_ids), longest)
@@ -220,13 +225,30 @@ class AsyncLLMEngine(AsyncEngine, Generates):
     def step(self) -> list[RequestOutput]:
         """One step, counted."""
         begin = time.perf_counter()
-        touched = self.engine.advance()
+        try:
+            touched = self.engine.advance()
+        except Exception as error:
+            if (said := blamed(error)) is None:
+                raise
+            self.end_failed(said)
+            return []
         counted = self.counter.count(touched)
         tokens = counted.num_prompt_tokens + counted.num_generation_tokens
         self.rate.ran(tokens, time.perf_counter() - begin)
         for request in counted.finished_requests:
             self.rate.answered(request.num_generation_tokens)
         return [request.output() for request in touched]
+
+    def end_failed(self, said: str) -> None:
+        """A learner's part has raised in a step. Its requests end with what it said, and the engine
+        goes on with the others.
+        """
+        if all(request_id in self.engine.requests for request_id in self.waiters):
+            # It raised before it was known what would run, and would do so again.
+            for request_id in list(self.engine.requests):
+                self.engine.abort_request(request_id)
+        ended = [name for name in self.waiters if name not in self.engine.requests]
+        deliver([(self.waiters.pop(name), PartFailed(said)) for name in ended])
 
     def has_begun(self, request_id: str) -> bool:
         """Whether it has run at all."""
