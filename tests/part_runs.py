@@ -4,7 +4,9 @@ what comes out of it.
 
 import random
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,10 @@ from lessons.l15_chunked_prefill.generate import generate as chunked
 from lessons.l16_speculative_sampling.generate import generate as speculative
 from lessons.l17_tree_speculation.heads.heads import MedusaHeads
 from lessons.l17_tree_speculation.trees.tree import Tree, ranks_of
+from lessons.l20_parallelism.generate import generate as on_ranks
+from lessons.l20_parallelism.optimized import shard
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.mesh import Links, Mesh
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.l23_experts.grouped import grouped
@@ -111,6 +117,56 @@ def packed_weights():
 def four_bit_cache():
     """An engine whose cache has 4 bits."""
     return served(new_model(ONE_LAYER), kv_cache_dtype="int4", params=greedy(3))
+
+
+class Exchange:
+    """Where two threads that are ranks leave what they say, and find what the other said."""
+
+    def __init__(self):
+        self.barrier, self.said = threading.Barrier(2, timeout=60), [None, None]
+
+    def __call__(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.said[rank] = x.clone()
+        self.barrier.wait()
+        found = list(self.said)
+        self.barrier.wait()
+        return found
+
+
+class ThreadGroup(Group):
+    """Two ranks that are threads of the test."""
+
+    def __init__(self, rank: int, exchange: Exchange):
+        super().__init__([0, 1], rank)
+        self.exchange = exchange
+
+    def all_reduce(self, x):
+        return x.copy_(sum(self.exchange(self.rank, x)))
+
+    def all_gather(self, x, dim=-1):
+        return torch.cat(self.exchange(self.rank, x), dim)
+
+    def broadcast(self, x, source=0):
+        return x.copy_(self.exchange(self.rank, x)[source])
+
+
+@part("20.2")
+def local_logits():
+    """Lesson 20's generation on two ranks, of which the last has fewer tokens."""
+    exchange, model = Exchange(), new_model()
+
+    def on_rank(rank: int) -> list[list[int]]:
+        links = Links(Mesh(2, 1), rank, ThreadGroup(rank, exchange), Group.alone())
+        try:
+            return on_ranks(shard(model, links), links, prompts(), 4)
+        except BaseException:
+            exchange.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(on_rank, range(2))
+    assert first == second
+    return first
 
 
 @part("21.3")

@@ -27,6 +27,7 @@ PLANTED = {
     "17.4": "slots_without_the_table",
     "18.2": "GroupsInterleaved",
     "19.4": "nibbles_swapped",
+    "20.2": "local_token_numbers",
     "21.3": "scaled_twice",
     "22.2": "own_past_forgotten",
     "23.1": "choices_in_columns",
