@@ -1,5 +1,5 @@
-"""For each exercise that is a part of the ladder or the engine: a short run that needs the part, and
-what comes out of it.
+"""For each exercise that is a part of the ladder or the engine: a short run that needs the part,
+and what comes out of it.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""A learner's solution really is the part of the ladder or the engine that its exercise names: it is
-called, what comes out is the same, and a wrong solution is seen.
+"""A learner's solution really is the part of the ladder or the engine that its exercise names: it
+is called, what comes out is the same, and a wrong solution is seen.
 """
 
 import functools

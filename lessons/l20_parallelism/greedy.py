@@ -1,8 +1,8 @@
 """The likeliest token of each row, while the logits stay where they are.
 
-ParallelHead gathers all logits, V numbers a row, because sampling wants them. A greedy request wants
-one token. So each rank sends three numbers a row: its largest logit, how much all of its tokens
-weigh against it, and which token it is.
+ParallelHead gathers all logits, V numbers a row, because sampling wants them. A greedy request
+wants one token. So each rank sends three numbers a row: its largest logit, how much all of its
+tokens weigh against it, and which token it is.
 """
 
 import torch

@@ -31,7 +31,7 @@ from lessons.l22_serving.optimized import (
     Draining,
     EngineDeadError,
 )
-from lessons.toolbox.exercises.drop_ins import PartFailed, blamed
+from lessons.toolbox.exercises.drop_ins import PartFailed, naming_exercises
 from lessons.toolbox.model.arguments import is_number, refuse
 from reference.engine.assembly import new_engine
 from reference.engine.engine import Engine
@@ -210,14 +210,11 @@ class AsyncLLMEngine(AsyncEngine, Generates):
         for part in self.engine.engines:
             part.admit = admit
         try:
-            self.engine.add_request(*wishes)
+            with naming_exercises():
+                self.engine.add_request(*wishes)
         except Overloaded:
             self.counter.totals["num_refused"] += 1
             raise
-        except Exception as error:
-            if (said := blamed(error)) is None:
-                raise
-            raise PartFailed(said) from error
         request = self.engine.requests[request_id]
         longest = max(sequence.max_new_tokens for sequence in request.sequences)
         return self.rate.service_s(len(request.prompt_token_ids), longest)
@@ -226,11 +223,10 @@ class AsyncLLMEngine(AsyncEngine, Generates):
         """One step, counted."""
         begin = time.perf_counter()
         try:
-            touched = self.engine.advance()
-        except Exception as error:
-            if (said := blamed(error)) is None:
-                raise
-            self.end_failed(said)
+            with naming_exercises():
+                touched = self.engine.advance()
+        except PartFailed as failed:
+            self.end_failed(failed)
             return []
         counted = self.counter.count(touched)
         tokens = counted.num_prompt_tokens + counted.num_generation_tokens
@@ -239,16 +235,14 @@ class AsyncLLMEngine(AsyncEngine, Generates):
             self.rate.answered(request.num_generation_tokens)
         return [request.output() for request in touched]
 
-    def end_failed(self, said: str) -> None:
-        """A learner's part has raised in a step. Its requests end with what it said, and the engine
-        goes on with the others.
-        """
+    def end_failed(self, failed: PartFailed) -> None:
+        """A learner's part has raised: the requests of the step end, and the engine goes on."""
         if all(request_id in self.engine.requests for request_id in self.waiters):
             # It raised before it was known what would run, and would do so again.
             for request_id in list(self.engine.requests):
                 self.engine.abort_request(request_id)
         ended = [name for name in self.waiters if name not in self.engine.requests]
-        deliver([(self.waiters.pop(name), PartFailed(said)) for name in ended])
+        deliver([(self.waiters.pop(name), failed) for name in ended])
 
     def has_begun(self, request_id: str) -> bool:
         """Whether it has run at all."""

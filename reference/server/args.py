@@ -23,8 +23,8 @@ class ServerArgs:
     when the server is told to end. max_body_bytes: of a request. limit_concurrency: connections at
     a time. disable_frontend_multiprocessing: the engine is a thread of the server's process, and no
     process of its own. impl: whose solved exercises take the places of the engine's parts,
-    "exercises" or a folder like it; the engine is a thread then. allowed_media_domains: hosts from which pictures are fetched, none: a
-    picture comes in the request itself.
+    "exercises" or a folder like it; the engine is a thread then. allowed_media_domains: hosts from
+    which pictures are fetched, none: a picture comes in the request itself.
     """
 
     engine: AsyncEngineArgs

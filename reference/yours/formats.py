@@ -10,8 +10,8 @@ from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight,
 
 
 def dequantize_matmul(yours: type, original: Callable) -> Callable:
-    """PackedLinear in place of naive.dequantize_matmul, for matrices of 4-bit groups. Each matrix is
-    packed by the learner's code when it is first used.
+    """PackedLinear in place of naive.dequantize_matmul, for matrices of 4-bit groups. Each matrix
+    is packed by the learner's code when it is first used.
     """
     layers = WeakTensorKeyDictionary()
 

@@ -26,7 +26,7 @@ def read_absorbed(yours: type, original: Callable) -> Callable:
         outs = []
         for b, length in enumerate(batch.context_lens.tolist()):
             cache = yours(model, 0)
-            # The pool's own memory, in which the newest token is stored already; it is stored again.
+            # The pool's own memory. The newest token is in it already, and is stored again.
             cache.rows = latents[b, :, 0][None]
             cache.length = length - 1
             c_kv, k_pe = latents[b, length - 1, None].clone().split(widths, dim=-1)

@@ -1,8 +1,8 @@
 """Exercise 20.2, the likeliest token from local logits, on processes that are ranks.
 
-The exercise simulates all ranks in one process, and lets a rank use its own entry only. So a process
-that is one of the ranks can run the same code: its own entry is real, the others are zeros, and what
-a collective gives comes from the other processes.
+The exercise simulates all ranks in one process, and lets a rank use its own entry only. So a
+process that is one of the ranks can run the same code: its own entry is real, the others are zeros,
+and what a collective gives comes from the other processes.
 """
 
 from collections.abc import Callable

@@ -13,8 +13,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,3 +143,14 @@ def blaming(yours, exercise_id: str, path: Path):
 def blamed(error: BaseException) -> str | None:
     """Which exercise an exception came out of, and where, in one line; None: out of none."""
     return getattr(error, "in_exercise", None)
+
+
+@contextmanager
+def naming_exercises() -> Iterator[None]:
+    """What a learner's part raises inside leaves as a PartFailed; anything else as it is."""
+    try:
+        yield
+    except Exception as error:
+        if (said := blamed(error)) is None:
+            raise
+        raise PartFailed(said) from error

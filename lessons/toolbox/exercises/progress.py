@@ -121,9 +121,8 @@ def print_progress() -> None:
     )
     parts = [status for entry, status in statuses.items() if entry.replaces]
     own = sum(status not in (TODO, FAIL) for status in parts)
-    console.print(
-        f"{PART} a part of the ladder, the engine or what measures them: {own} of {len(parts)} are yours"
-    )
+    what = "a part of the ladder, the engine or what measures them"
+    console.print(f"{PART} {what}: {own} of {len(parts)} are yours")
 
 
 def mark_of(entry: Exercise, status: str) -> str:
