@@ -54,11 +54,12 @@ def prompts() -> list[list[int]]:
     return [source.choices(range(60), k=length) for length in (9, 5, 2)]
 
 
-def served(model, drafter=None, params: SamplingParams | None = None, **arguments) -> dict:
-    """What an engine answers to the prompts."""
+def served(model, params: SamplingParams | None = None, again=(), **arguments) -> list[dict]:
+    """What an engine answers to the prompts, and then to those of `again`."""
     small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=60, max_model_len=LONGEST)
-    engine = engine_over(model, None, EngineArgs(**small | arguments), drafter)
-    return run(engine, prompts(), [params or greedy(4)] * 3)
+    engine = engine_over(model, None, EngineArgs(**small | arguments))
+    asked = [prompts(), again] if again else [prompts()]
+    return [run(engine, each, [params or greedy(4)] * len(each)) for each in asked]
 
 
 @part("6.2")

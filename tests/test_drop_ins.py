@@ -15,12 +15,27 @@ from lessons.toolbox.exercises.drop_ins import (
     use_implementation,
 )
 from lessons.toolbox.exercises.loading import folder_of, load_exercise
+from reference.ladder.rungs import RungFailed, Step, call_rung
 from tests.exercises.wrong import answers_of
-from tests.part_runs import RUNS
+from tests.ladder_part_runs import RUNS
 
 PARTS = {entry.id: entry for entry in parts_of_the_engine()}
 # for each part one of the exercise's registered wrong answers
 PLANTED = {
+    "2.1": "strict_mask",
+    "3.2": "unrotated_q",
+    "4.1": "d_in_the_exponent",
+    "5.1": "heads_by_modulo",
+    "7.2": "own_norm_again",
+    "5.2": "heads_by_modulo",
+    "8.1": "stale_acc",
+    "9.1": "strict_diagonal",
+    "9.4": "top_left",
+    "10.1": "averaged",
+    "11.4": "rebinds_inputs",
+    "12.2": "AllocatesAgain",
+    "13.2": "unchained",
+    "14.3": "LeavesLate",
     "6.2": "overwrites_last_row",
     "15.3": "KeepsComputed",
     "16.2": "ratio_upside_down",
@@ -79,9 +94,22 @@ def install(monkeypatch):
         put_in_place(part, original)
 
 
-def test_every_part_of_the_later_lessons_has_a_run():
-    later = {entry.id for entry in PARTS.values() if entry.through or int(entry.lesson) > 14}
-    assert later == set(RUNS) == set(PLANTED)
+def test_every_lesson_has_a_part_and_every_part_a_run():
+    """But for lesson 1, whose parts compute and measure, and 7.1, which needs a GPU."""
+    assert {entry.lesson for entry in PARTS.values()} >= {f"{n:02}" for n in range(2, 26)}
+    assert {*RUNS, "1.1", "1.3", "7.1"} == set(PARTS) and set(PLANTED) == set(RUNS)
+
+
+def test_a_rung_that_fails_names_the_exercise(install):
+    def verify_one(p, q, drafted, u):
+        raise IndexError("off by one")
+
+    install("16.2", verify_one)
+    rung = Step("16", "n-grams", lambda *given, on_token: RUNS["16.2"]())
+    with pytest.raises(
+        RungFailed, match=r"n-grams failed: exercise 16\.2: .*IndexError: off by one"
+    ):
+        call_rung(rung, None, [], [], None)
 
 
 @pytest.mark.parametrize("exercise_id", RUNS)
@@ -98,4 +126,8 @@ def test_a_wrong_solution_is_seen(exercise_id, install):
     answers = answers_of(PARTS[exercise_id].lesson).wrong_for(exercise_id)
     (wrong,) = (each.function for each in answers if each.name == PLANTED[exercise_id])
     calls = install(exercise_id, wrong)
-    assert RUNS[exercise_id]() != want and calls
+    try:
+        got = RUNS[exercise_id]()
+    except Exception as error:
+        got = error
+    assert got != want and calls

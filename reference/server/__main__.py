@@ -34,9 +34,12 @@ def use_exercises(impl: str) -> None:
     from rich.console import Console
 
     from lessons.toolbox.exercises.drop_ins import use_implementation
-    from lessons.toolbox.exercises.in_use import failing, print_parts
+    from lessons.toolbox.exercises.in_use import parts_that, print_parts
+    from lessons.toolbox.exercises.progress import CHANGED, FAIL
 
-    print_parts(use_implementation(impl, failing(impl)), Console(stderr=True, highlight=False))
+    parts = use_implementation(impl, failing=parts_that(FAIL, impl))
+    console = Console(stderr=True, highlight=False)
+    print_parts(parts, console, unchecked=parts_that(CHANGED, impl))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -428,7 +428,10 @@ def test_check_and_progress(mine, capsys, monkeypatch, tmp_path):
         text = capsys.readouterr().out
         assert status in text and ("because [of] this" in text) == (status in ("FAIL", "NOT RUN"))
     exercise_progress.print_progress()
-    assert "✗ 2.4" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    # of this lesson 2.1 alone is a part of the ladder, and the folder has no other lesson
+    assert "✗ 2.4" in text and "* 2.1◆" in text and "2.4◆" not in text
+    assert re.search(r"◆ a part of the ladder.*: 1 of \d+ are yours", text)
     spoiled = mine(("math.isqrt", "1 + math.isqrt"), folder="spoiled")
     monkeypatch.setattr(exercise_progress, "EXERCISES", spoiled)
     assert exercise_progress.status_now(entry) == "CHANGED"

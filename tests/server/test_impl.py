@@ -61,10 +61,10 @@ def test_the_table_says_what_is_used_and_why_not(mine, undone, monkeypatch, caps
     folder = mine("l22", "    v = now = largest_finish = 0.0\n", "")
     parts = use_implementation(str(folder), failing=["22.2"])
     console = Console(width=240, force_terminal=False)
-    in_use.print_parts(parts, console)
+    in_use.print_parts(parts, console, unchecked=["24.1", "25.2"])
     said = capsys.readouterr().out
     rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert "lesson 24, new_mask" in rows["24.1"] and "yours" in rows["24.1"]
+    assert "lesson 24, new_mask" in rows["24.1"] and "yours, not checked" in rows["24.1"]
     assert "its last check failed: make check LESSON=22.2" in rows["22.2"]
     assert "is missing" in rows["16.2"] and "not solved yet: 25.2" in said
     assert f"1 of {len(parts)} parts are yours" in said
@@ -72,7 +72,8 @@ def test_the_table_says_what_is_used_and_why_not(mine, undone, monkeypatch, caps
 
 def test_a_check_that_failed_keeps_a_part_out(monkeypatch):
     monkeypatch.setattr(in_use, "status_now", lambda e: "FAIL" if e.id == "16.2" else "PASS")
-    assert in_use.failing("exercises") == ["16.2"] and in_use.failing("solutions") == []
+    assert in_use.parts_that("FAIL", "exercises") == ["16.2"]
+    assert in_use.parts_that("FAIL", "solutions") == []
 
 
 def test_the_stubs_serve_nothing(undone, capsys, monkeypatch):
