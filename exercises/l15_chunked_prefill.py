@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=15
-# Generated from solutions/l15_chunked_prefill.py, checksum 38454fed6960. Generating again never overwrites your edits.
+# Generated from solutions/l15_chunked_prefill.py, checksum a457ed2b9172. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 15: a long prompt in chunks counted, a step with bugs, preemption."""
 
@@ -64,7 +64,13 @@ def plan_step(
     return step
 
 
-@exercise("15.3", "Preemption", minutes=45, difficulty=3)
+@exercise(
+    "15.3",
+    "Preemption",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l15_chunked_prefill.generate:new_scheduler",
+)
 class PreemptingScheduler:
     """Decodes first, prompts in chunks, and blocks that are taken back when they run out.
 

@@ -77,7 +77,13 @@ def plan_step(
     # END
 
 
-@exercise("15.3", "Preemption", minutes=45, difficulty=3)
+@exercise(
+    "15.3",
+    "Preemption",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l15_chunked_prefill.generate:new_scheduler",
+)
 class PreemptingScheduler:
     """Decodes first, prompts in chunks, and blocks that are taken back when they run out.
 

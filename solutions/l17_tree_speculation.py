@@ -137,7 +137,14 @@ def verify_drawn(
     # END
 
 
-@exercise("17.4", "One path stays", minutes=35, difficulty=3)
+@exercise(
+    "17.4",
+    "One path stays",
+    minutes=35,
+    difficulty=3,
+    replaces="lessons.l17_tree_speculation.runner:path_moves",
+    through="reference.yours.speculation:path_moves",
+)
 def keep_path(
     cache: Tensor,
     block_table: list[int],

@@ -72,7 +72,14 @@ def round_to_formats(
     # END
 
 
-@exercise("18.2", "Pack two codes to a byte, and multiply", minutes=40, difficulty=2)
+@exercise(
+    "18.2",
+    "Pack two codes to a byte, and multiply",
+    minutes=40,
+    difficulty=2,
+    replaces="lessons.l18_weight_quantization.naive:dequantize_matmul",
+    through="reference.yours.formats:dequantize_matmul",
+)
 class PackedLinear:
     """A linear layer whose matrix is stored as 4-bit codes.
 
