@@ -43,8 +43,8 @@ clients: ## seven clients of the server in an environment of their own, .venv-cl
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))
 
-serve: setup ## the OpenAI-compatible server on MODEL (SERVE="--port 8080 --api-key secret": vllm serve's flags)
-	@$(RUN) -m reference.server --model $(MODEL) $(SERVE)
+serve: setup ## the OpenAI-compatible server on MODEL (SERVE="--port 8080 --api-key secret": vllm serve's flags; IMPL=exercises: on your code)
+	@$(RUN) -m reference.server --model $(MODEL) $(SERVE) $(if $(IMPL),--impl $(IMPL))
 
 test: setup ## what the course claims, tested; a sample of the longest tests (TESTS=path for a part, SINCE=main for what changed)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --timeout 600 --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum caec6e541bf3. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum 6f166fd0fa57. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -62,7 +62,14 @@ def latent_attention(
     raise NotImplementedError("Exercise 6.1: Latent attention, from its weights")
 
 
-@exercise("6.2", "A cache of latents with absorbed weights", minutes=45, difficulty=3)
+@exercise(
+    "6.2",
+    "A cache of latents with absorbed weights",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l06_mla.optimized:read_absorbed",
+    through="reference.yours.latents:read_absorbed",
+)
 class AbsorbedCache:
     """Latents of one sequence, and attention that never expands them, whether one token comes or a
     few.

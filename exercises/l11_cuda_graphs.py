@@ -1,7 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=11
-# Generated from solutions/l11_cuda_graphs.py, checksum bb7bb8cc3ebf. Generating again never overwrites your edits.
+# Generated from solutions/l11_cuda_graphs.py, checksum d8460ec91bc8. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be
+"""Exercises of lesson 11: what bounds a step, which batch sizes to capture, a step that cannot be
 captured, and the runner.
 """
 
@@ -18,25 +18,7 @@ from lessons.l11_cuda_graphs.naive import decode_batch, decode_logits
 from lessons.toolbox.exercises.exercise import exercise
 
 
-@exercise("11.1", "Choose the batch sizes to capture", minutes=25, difficulty=2)
-def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
-    """At most `num_graphs` (1 or more) batch sizes to capture, ascending, so that as few rows as
-    possible are padding.
-
-    steps: {batch size: how many decode steps had it}, as a server counted them; sizes and counts
-    are 1 or more. A step of b sequences runs in the smallest bucket that holds them: it pads bucket
-    - b rows. Every observed size must find a bucket. Counted are padded rows over all steps.
-    Several choices may be equally good: any of them. Errors: none to raise. Aim: no list of all
-    choices: a server sees hundreds of sizes.
-
-    Example: steps = {1: 50, 3: 10, 4: 10, 7: 1}, num_graphs = 2
-        [4, 7]   pads 50 · 3 + 10 · 1 = 160 rows
-        [1, 7]   pads 10 · 4 + 10 · 3 =  70 rows      -> [1, 7]
-    """
-    raise NotImplementedError("Exercise 11.1: Choose the batch sizes to capture")
-
-
-@exercise("11.2", "Predict: bound by launches or by bytes?", minutes=15, difficulty=1)
+@exercise("11.1", "Predict: bound by launches or by bytes?", minutes=15, difficulty=1)
 def decode_step_us(
     num_launches: int,
     weight_bytes: float,
@@ -65,7 +47,25 @@ def decode_step_us(
     Write down your guess first: Llama-3-8B in 16 bits (15 GB to read, 128 KiB a token), 970
     launches, context 4096, H200.
     """
-    raise NotImplementedError("Exercise 11.2: Predict: bound by launches or by bytes?")
+    raise NotImplementedError("Exercise 11.1: Predict: bound by launches or by bytes?")
+
+
+@exercise("11.2", "Choose the batch sizes to capture", minutes=25, difficulty=2)
+def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
+    """At most `num_graphs` (1 or more) batch sizes to capture, ascending, so that as few rows as
+    possible are padding.
+
+    steps: {batch size: how many decode steps had it}, as a server counted them; sizes and counts
+    are 1 or more. A step of b sequences runs in the smallest bucket that holds them, so
+    bucket - b of its rows are padding. Padded rows are counted over all steps. Every observed size
+    must find a bucket. Where several choices are equally good, return any of them. Errors: none to
+    raise. Aim: do not try all choices, because a server sees hundreds of sizes.
+
+    Example: steps = {1: 50, 3: 10, 4: 10, 7: 1}, num_graphs = 2
+        [4, 7]   pads 50 · 3 + 10 · 1 = 160 rows
+        [1, 7]   pads 10 · 4 + 10 · 3 =  70 rows      -> [1, 7]
+    """
+    raise NotImplementedError("Exercise 11.2: Choose the batch sizes to capture")
 
 
 @dataclass

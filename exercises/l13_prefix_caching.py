@@ -1,7 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=13
-# Generated from solutions/l13_prefix_caching.py, checksum 073687d30c52. Generating again never overwrites your edits.
+# Generated from solutions/l13_prefix_caching.py, checksum d381fdcf4198. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 13: tokens that still run, a cache of hashed blocks, a radix tree that parts
+"""Exercises of lesson 13: tokens that still run, a cache of hashed blocks, a radix tree that splits
 an edge.
 """
 
@@ -17,11 +17,11 @@ from lessons.toolbox.exercises.exercise import exercise
 def hits_of(requests: list[tuple[int, int]], block_size: int) -> tuple[int, float, float]:
     """(prompt tokens that run, rate of hits per request, rate of hits per token).
 
-    requests: (tokens of the prompt, how many of them, from the first on, an earlier prompt began
-    with as well), one pair for each request, one request at least. Everything computed earlier is
-    still in the cache, in whole blocks of block_size tokens. A request whose prompt is known to the
-    end still runs its last token, because its logits were not stored; and it runs the whole block
-    around it, because only whole blocks are reused. A request has a hit if at least one of its
+    requests: (tokens of the prompt, how many of its first tokens an earlier prompt had too), one
+    pair for each request, one request at least. Everything computed earlier is still in the cache,
+    in whole blocks of block_size tokens. A request whose prompt is known to the end still runs its
+    last token, because its logits were not stored; and it runs the whole block around it, because
+    only whole blocks are reused. A request has a hit if at least one of its
     blocks is reused. The rate per token is the share of all prompt tokens that do not run. Errors:
     none to raise.
 
@@ -91,7 +91,7 @@ class HashBlocks:
         raise NotImplementedError("Exercise 13.2: A prefix cache of hashed blocks")
 
 
-@exercise("13.3", "A radix tree parts an edge", minutes=45, difficulty=3)
+@exercise("13.3", "A radix tree splits an edge", minutes=45, difficulty=3)
 def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
     """Remember that blocks[i] holds the tokens keys[i] after keys[:i]. Returns the blocks that are
     remembered for all keys, in order: an earlier one where a block came first.
@@ -103,8 +103,9 @@ def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
 
     The tree is a radix tree: an edge is as long as it can be. So a node other than the root has no
     child or at least two. A prompt that ends inside an edge changes nothing. One that goes on where
-    a leaf ends makes the leaf's edge longer. Only one that parts from an edge cuts it: the node
-    keeps what is common, and two children get what differs.
+    a leaf ends makes the leaf's edge longer. Only a prompt that differs in the middle of an edge
+    cuts it: the node keeps what is common, and two children get what differs. `cut` below is a
+    helper, which you may leave out.
 
     Example, each letter a key of one block:
         insert(root, [a, b, c], [0, 1, 2])     root - (a b c: 0 1 2)
@@ -113,11 +114,11 @@ def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
                                                                        - (x: 8)
         insert(root, [a, x, y], [0, 8, 9])     -> [0, 8, 9]: the leaf is (x y: 8 9) now
     """
-    raise NotImplementedError("Exercise 13.3: A radix tree parts an edge")
+    raise NotImplementedError("Exercise 13.3: A radix tree splits an edge")
 
 
 def cut(node: Node, at: int) -> None:
     """The node keeps the first `at` keys of its edge; a new child gets the rest, and the
     children.
     """
-    raise NotImplementedError("Exercise 13.3: A radix tree parts an edge")
+    raise NotImplementedError("Exercise 13.3: A radix tree splits an edge")

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=18
-# Generated from solutions/l18_weight_quantization.py, checksum 76205b22d66e. Generating again never overwrites your edits.
+# Generated from solutions/l18_weight_quantization.py, checksum e72766ce062d. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 18: three grids for one matrix, two codes in a byte, GPTQ's error feedback,
 and a kernel that unpacks weights in registers.
@@ -27,15 +27,15 @@ def round_to_formats(
     """What a matrix becomes in three formats: {"int4", "e4m3", "nf4": (values, bits_per_weight)}.
 
     weight: [N, K] float64; values: the same shape and dtype, what the stored codes mean.
-    bits_per_weight: all that is stored, scales too, for each number of the matrix. Groups are runs
-    of group_size neighbours in a row; group_size divides K. Rounding is torch.round's. Errors: none
-    to raise. A group of zeros stays zero.
+    bits_per_weight: all that is stored, scales too, divided by the numbers of the matrix. Groups
+    are runs of group_size neighbours in a row; group_size divides K. Rounding is torch.round's.
+    Errors: none to raise. A group of zeros stays zero.
 
     int4: whole codes 0 to 15 with a zero point, per group. lo = min(0, the smallest), hi = max(0,
         the largest), scale = (hi - lo) / 15, zero = round(-lo / scale), code = round(w / scale) +
         zero, clamped to 0 … 15; it means (code - zero) · scale. A scale takes 16 bits of storage, a
         zero 4. (Here the scale is not rounded to 16 bits.)
-    e4m3: the nearest number of torch.float8_e4m3fn to w / e4m3_scale, times e4m3_scale; what lies
+    e4m3: the nearest number of torch.float8_e4m3fn to w / e4m3_scale, times e4m3_scale; what is
         beyond the largest one, 448, becomes 448 with its sign. The one scale of the whole matrix
         counts as 0 bits.
     nf4: per group, scale = the largest |w|, the nearest number of the table NF4 above to w / scale,
@@ -50,7 +50,14 @@ def round_to_formats(
     raise NotImplementedError("Exercise 18.1: By hand: one matrix on three grids")
 
 
-@exercise("18.2", "Pack two codes to a byte, and multiply", minutes=40, difficulty=2)
+@exercise(
+    "18.2",
+    "Pack two codes to a byte, and multiply",
+    minutes=40,
+    difficulty=2,
+    replaces="lessons.l18_weight_quantization.naive:dequantize_matmul",
+    through="reference.yours.formats:dequantize_matmul",
+)
 class PackedLinear:
     """A linear layer whose matrix is stored as 4-bit codes.
 
@@ -65,15 +72,16 @@ class PackedLinear:
     input_scales: [K] float32, in the columns of the matrix, or None. With AWQ each column k of the
     matrix was multiplied by input_scales[k] before it was quantized.
 
-    Called with x: [T, K] float32 it gives the product of x with the transposed matrix that was
-    meant, [T, N] float32. Aim: no Python loop over rows, columns or groups, and the layer keeps no
-    tensors but packed, scales, zeros, order and input_scales. Errors: none to raise.
+    Called with x: [T, K] float32 it gives the product of x with the transposed original matrix,
+    before AWQ's scales and in its own order of columns: [T, N] float32. Aim: no Python loop over
+    rows, columns or groups, and the layer keeps no tensors but packed, scales, zeros, order and
+    input_scales. Errors: none to raise.
 
     Example: codes [[1, 2, 3, 4]], scales [[0.5]], zeros [[1]], group_size 4
         bytes: 1 + 16 · 3 = 49 and 2 + 16 · 4 = 66
         the matrix is [[0, 0.5, 1, 1.5]], so x = [[1, 1, 1, 1]] gives [[3]]
         with order [3, 2, 1, 0] the stored columns are 4, 3, 2, 1: bytes 4 + 16 · 2 = 36 and 19; the
-        same product. With input_scales [1, 2, 1, 1] column 1 was meant to be 0.25: [[2.75]].
+        same product. With input_scales [1, 2, 1, 1] column 1 was 0.25 before: [[2.75]].
     """
 
     def __init__(
@@ -116,7 +124,7 @@ def gptq(weight: Tensor, factor: Tensor, group_size: int) -> tuple[Tensor, Tenso
     / scale), clamped to -8 … 7. Let e be w - code · scale, divided by U[j, j]. Then each later
     column k loses e · U[j, k], which is the best that the later columns can do for the outputs. A
     row of a group that is all zeros gets scale 0 and codes 0. Rounding is torch.round's. Aim: no
-    Python loop over rows. Errors: none to raise. The arguments stay.
+    Python loop over rows. Errors: none to raise. The arguments are not changed.
 
     Example: weight [[7, 2.4]], group_size 2, factor [[1, 0.5], [0, 2]]
         scale 7 / 7 = 1; column 0: code 7, no error; column 1: code 2     -> ([[7, 2]], [[1]])
@@ -142,7 +150,7 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program per BLOCK_N outputs. x: [K] float16, out: [N] float32; rows of packed: [N, K / 2]
-    lie stride_packed bytes apart, rows of scales and zeros: [N, K / GROUP_SIZE] stride_group
+    are stride_packed bytes apart, rows of scales and zeros: [N, K / GROUP_SIZE] stride_group
     elements.
     """
     HALF: tl.constexpr = GROUP_SIZE // 2

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_parallelism.py, checksum 63c01e65b172. Generating again never overwrites your edits.
+# Generated from solutions/l20_parallelism.py, checksum 1ce8a5afae31. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
 
@@ -60,7 +60,14 @@ def attention_on_ranks(
     raise NotImplementedError("Exercise 20.1: Attention on several ranks")
 
 
-@exercise("20.2", "The likeliest token, from local logits", minutes=25, difficulty=2)
+@exercise(
+    "20.2",
+    "The likeliest token, from local logits",
+    minutes=25,
+    difficulty=2,
+    replaces="lessons.l20_parallelism.greedy:likeliest",
+    through="reference.yours.ranks:likeliest",
+)
 def greedy_on_ranks(
     local_logits: list[Tensor], vocab_size: int, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
-# Generated from solutions/l23_experts.py, checksum c45e2b7b0113. Generating again never overwrites your edits.
+# Generated from solutions/l23_experts.py, checksum 4cb491a6830b. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
 
@@ -40,7 +40,14 @@ def expert_rows_kernel(
     raise NotImplementedError("Exercise 23.1: The kernel: all experts in one launch")
 
 
-@exercise("23.1", "The kernel: all experts in one launch", minutes=45, difficulty=3)
+@exercise(
+    "23.1",
+    "The kernel: all experts in one launch",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l23_experts.grouped:experts",
+    through="reference.yours.experts:experts",
+)
 def expert_rows(
     x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor
 ) -> Tensor:

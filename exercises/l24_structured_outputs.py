@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=24
-# Generated from solutions/l24_structured_outputs.py, checksum 86c9640913e8. Generating again never overwrites your edits.
+# Generated from solutions/l24_structured_outputs.py, checksum 0afe5b7e8b04. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 24: which tokens may come next, and what a mask does to probabilities."""
 
@@ -13,7 +13,14 @@ from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.toolbox.exercises.exercise import exercise
 
 
-@exercise("24.1", "Which tokens may come next", minutes=35, difficulty=3)
+@exercise(
+    "24.1",
+    "Which tokens may come next",
+    minutes=35,
+    difficulty=3,
+    replaces="lessons.l24_structured_outputs.optimized:new_mask",
+    through="reference.yours.masks:new_mask",
+)
 def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
     """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
 
@@ -44,7 +51,7 @@ def two_chances(
 
     model(text): the probability of each token of the vocabulary as the next one. They sum to 1, and
     depend on the whole text so far. allowed(text): the tokens that may come next, each with a
-    probability above 0. A text has ended where none may; after some steps each of them does.
+    probability above 0. A text ends where no token may come next, and each does after some steps.
 
         with a mask: before each step the logits of the forbidden tokens become -inf, and the
             softmax is taken of the others. The chance that sampling writes this text.

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=25
-# Generated from solutions/l25_one_step_ahead.py, checksum 41e4c2f92c7a. Generating again never overwrites your edits.
+# Generated from solutions/l25_one_step_ahead.py, checksum 945c8b4d8793. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 25: two time lines, and a loop that is one step ahead of its device."""
 
@@ -50,7 +50,14 @@ class Device(Protocol):
         """Wait for a pass, and return the token of each of its rows."""
 
 
-@exercise("25.2", "A loop that is one step ahead", minutes=40, difficulty=3)
+@exercise(
+    "25.2",
+    "A loop that is one step ahead",
+    minutes=40,
+    difficulty=3,
+    replaces="lessons.l25_one_step_ahead.generate:run_ahead",
+    through="reference.yours.ahead:run_ahead",
+)
 def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int) -> list[list[int]]:
     """Generate answers, and launch each pass before you read the one before it.
 

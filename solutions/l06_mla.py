@@ -79,7 +79,14 @@ def latent_attention(
     # END
 
 
-@exercise("6.2", "A cache of latents with absorbed weights", minutes=45, difficulty=3)
+@exercise(
+    "6.2",
+    "A cache of latents with absorbed weights",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l06_mla.optimized:read_absorbed",
+    through="reference.yours.latents:read_absorbed",
+)
 class AbsorbedCache:
     """Latents of one sequence, and attention that never expands them, whether one token comes or a
     few.

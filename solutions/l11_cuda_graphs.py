@@ -1,4 +1,4 @@
-"""Exercises of lesson 11: which batch sizes to capture, what bounds a step, a step that cannot be
+"""Exercises of lesson 11: what bounds a step, which batch sizes to capture, a step that cannot be
 captured, and the runner.
 """
 
@@ -15,41 +15,7 @@ from lessons.l11_cuda_graphs.naive import decode_batch, decode_logits
 from lessons.toolbox.exercises.exercise import exercise
 
 
-@exercise("11.1", "Choose the batch sizes to capture", minutes=25, difficulty=2)
-def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
-    """At most `num_graphs` (1 or more) batch sizes to capture, ascending, so that as few rows as
-    possible are padding.
-
-    steps: {batch size: how many decode steps had it}, as a server counted them; sizes and counts
-    are 1 or more. A step of b sequences runs in the smallest bucket that holds them: it pads bucket
-    - b rows. Every observed size must find a bucket. Counted are padded rows over all steps.
-    Several choices may be equally good: any of them. Errors: none to raise. Aim: no list of all
-    choices: a server sees hundreds of sizes.
-
-    Example: steps = {1: 50, 3: 10, 4: 10, 7: 1}, num_graphs = 2
-        [4, 7]   pads 50 · 3 + 10 · 1 = 160 rows
-        [1, 7]   pads 10 · 4 + 10 · 3 =  70 rows      -> [1, 7]
-    """
-    # SOLUTION
-    sizes = sorted(steps)
-    # i -> (padded rows, buckets) of the i smallest sizes; a bucket that is no observed size only
-    # adds rows
-    best = {0: (0, [])}
-    for _ in range(num_graphs):
-        extended = dict(best)
-        for first, (rows, buckets) in best.items():
-            count = 0  # steps that the bucket sizes[last] pads
-            for last in range(first, len(sizes)):
-                rows += count * (sizes[last] - sizes[last - 1])
-                count += steps[sizes[last]]
-                if last + 1 not in extended or rows < extended[last + 1][0]:
-                    extended[last + 1] = rows, [*buckets, sizes[last]]
-        best = extended
-    return best[len(sizes)][1]
-    # END
-
-
-@exercise("11.2", "Predict: bound by launches or by bytes?", minutes=15, difficulty=1)
+@exercise("11.1", "Predict: bound by launches or by bytes?", minutes=15, difficulty=1)
 def decode_step_us(
     num_launches: int,
     weight_bytes: float,
@@ -85,6 +51,40 @@ def decode_step_us(
     launches_us = num_launches * launch_us
     first = max(1, -int(-(launches_us - weights_us) // cache_us))
     return max(launches_us, bytes_us), max(graph_us, bytes_us), first
+    # END
+
+
+@exercise("11.2", "Choose the batch sizes to capture", minutes=25, difficulty=2)
+def choose_buckets(steps: dict[int, int], num_graphs: int) -> list[int]:
+    """At most `num_graphs` (1 or more) batch sizes to capture, ascending, so that as few rows as
+    possible are padding.
+
+    steps: {batch size: how many decode steps had it}, as a server counted them; sizes and counts
+    are 1 or more. A step of b sequences runs in the smallest bucket that holds them, so
+    bucket - b of its rows are padding. Padded rows are counted over all steps. Every observed size
+    must find a bucket. Where several choices are equally good, return any of them. Errors: none to
+    raise. Aim: do not try all choices, because a server sees hundreds of sizes.
+
+    Example: steps = {1: 50, 3: 10, 4: 10, 7: 1}, num_graphs = 2
+        [4, 7]   pads 50 · 3 + 10 · 1 = 160 rows
+        [1, 7]   pads 10 · 4 + 10 · 3 =  70 rows      -> [1, 7]
+    """
+    # SOLUTION
+    sizes = sorted(steps)
+    # i -> (padded rows, buckets) of the i smallest sizes; a bucket that is no observed size only
+    # adds rows
+    best = {0: (0, [])}
+    for _ in range(num_graphs):
+        extended = dict(best)
+        for first, (rows, buckets) in best.items():
+            count = 0  # steps that the bucket sizes[last] pads
+            for last in range(first, len(sizes)):
+                rows += count * (sizes[last] - sizes[last - 1])
+                count += steps[sizes[last]]
+                if last + 1 not in extended or rows < extended[last + 1][0]:
+                    extended[last + 1] = rows, [*buckets, sizes[last]]
+        best = extended
+    return best[len(sizes)][1]
     # END
 
 

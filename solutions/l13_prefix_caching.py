@@ -1,4 +1,4 @@
-"""Exercises of lesson 13: tokens that still run, a cache of hashed blocks, a radix tree that parts
+"""Exercises of lesson 13: tokens that still run, a cache of hashed blocks, a radix tree that splits
 an edge.
 """
 
@@ -14,11 +14,11 @@ from lessons.toolbox.exercises.exercise import exercise
 def hits_of(requests: list[tuple[int, int]], block_size: int) -> tuple[int, float, float]:
     """(prompt tokens that run, rate of hits per request, rate of hits per token).
 
-    requests: (tokens of the prompt, how many of them, from the first on, an earlier prompt began
-    with as well), one pair for each request, one request at least. Everything computed earlier is
-    still in the cache, in whole blocks of block_size tokens. A request whose prompt is known to the
-    end still runs its last token, because its logits were not stored; and it runs the whole block
-    around it, because only whole blocks are reused. A request has a hit if at least one of its
+    requests: (tokens of the prompt, how many of its first tokens an earlier prompt had too), one
+    pair for each request, one request at least. Everything computed earlier is still in the cache,
+    in whole blocks of block_size tokens. A request whose prompt is known to the end still runs its
+    last token, because its logits were not stored; and it runs the whole block around it, because
+    only whole blocks are reused. A request has a hit if at least one of its
     blocks is reused. The rate per token is the share of all prompt tokens that do not run. Errors:
     none to raise.
 
@@ -131,7 +131,7 @@ class HashBlocks:
         # END
 
 
-@exercise("13.3", "A radix tree parts an edge", minutes=45, difficulty=3)
+@exercise("13.3", "A radix tree splits an edge", minutes=45, difficulty=3)
 def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
     """Remember that blocks[i] holds the tokens keys[i] after keys[:i]. Returns the blocks that are
     remembered for all keys, in order: an earlier one where a block came first.
@@ -143,8 +143,9 @@ def insert(root: Node, keys: list[Tokens], blocks: list[int]) -> list[int]:
 
     The tree is a radix tree: an edge is as long as it can be. So a node other than the root has no
     child or at least two. A prompt that ends inside an edge changes nothing. One that goes on where
-    a leaf ends makes the leaf's edge longer. Only one that parts from an edge cuts it: the node
-    keeps what is common, and two children get what differs.
+    a leaf ends makes the leaf's edge longer. Only a prompt that differs in the middle of an edge
+    cuts it: the node keeps what is common, and two children get what differs. `cut` below is a
+    helper, which you may leave out.
 
     Example, each letter a key of one block:
         insert(root, [a, b, c], [0, 1, 2])     root - (a b c: 0 1 2)

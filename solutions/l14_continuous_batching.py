@@ -13,7 +13,7 @@ from lessons.toolbox.exercises.exercise import exercise
 
 @exercise("14.1", "Predict: what is a place worth?", minutes=15, difficulty=1)
 def count_places(lengths: list[int], num_places: int) -> tuple[int, int, float, float]:
-    """Of answers of these lengths, in the order of arrival and all there at the beginning: (static
+    """For answers of these lengths, in the order of arrival and all there at the beginning: (static
     steps, continuous steps, busy share, most gain).
 
     Every running request gets one token a step. static: the first num_places requests start
@@ -25,8 +25,7 @@ def count_places(lengths: list[int], num_places: int) -> tuple[int, int, float, 
 
     Example: lengths = [6, 8, 5, 7, 3], 4 places
         static: 8 steps for the first four, 3 for the last  -> 11
-        continuous: the third place is free after step 5, and takes the 3 tokens in steps 6 to 8 ->
-          8
+        continuous: place 3 is free after step 5, and takes the 3 tokens in steps 6 to 8    -> 8
         busy: 29 of 44 places -> 0.659, and no schedule gains more than 44 / 29 = 1.517
     Write down your guess first: lengths = [9, 1, 1, 1, 1, 9] on 2 places.
     """
@@ -69,7 +68,7 @@ def padded_wave(
 
     Example, two prompts, limits [1, 3]: three calls. The answers have 1 and 3 tokens: share 4 / 6.
 
-    The code below answers a batch of one right, if its EOS happens to be 2. It has four bugs.
+    The code below is right for a single prompt, if its EOS happens to be 2. It has four bugs.
     Delete the first line and find them.
     """
     # SOLUTION
@@ -168,7 +167,7 @@ class ContinuousScheduler:
     def schedule(self) -> Step:
         """What runs next: Step(chunks, []), one Chunk(sequence, count) a sequence.
 
-        First all of `running`, one token each. Then those who wait, in the order of their arrival;
+        First all of `running`, one token each. Then those that wait, in the order of their arrival;
         no request overtakes another. A new one runs its whole prompt. It comes in if a place is
         free (max_num_seqs), if the blocks for its longest possible answer are, which it gets at
         once, and if the step has at most max_num_batched_tokens tokens with it. A prompt that is
@@ -197,7 +196,7 @@ class ContinuousScheduler:
         return [chunk.sequence for chunk in step.chunks]
 
     def leave(self) -> list[Sequence]:
-        """Take who has finished out of `running`, and their blocks back. Returns them."""
+        """Take finished requests out of `running`, and take back their blocks. Returns them."""
         # SOLUTION
         done = [sequence for sequence in self.running if sequence.finished]
         for sequence in done:

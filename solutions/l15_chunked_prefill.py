@@ -40,11 +40,11 @@ def plan_step(
     tokens each, in the order of service. A running request with one such token decodes.
 
     First those who decode, in their order. Then the other running requests, in their order: each
-    gets what it lacks, or what is left of the budget. Then those who wait, in their order,
-    likewise, while a place is free: at most max_num_seqs requests run. No request overtakes
-    another. A request is sampled if its newest token runs in this step. Requests that get no token
-    are not in the list. max_num_seqs is at least len(running), and budget is at least max_num_seqs.
-    Errors: none to raise. The arguments stay.
+    gets what it lacks, or what is left of the budget. Then those who wait, in their order, in the
+    same way, while a place is free: at most max_num_seqs requests run, those of `running` included.
+    No request overtakes another. A request is sampled if its newest token runs in this step.
+    Requests that get no token are not in the list. max_num_seqs is at least len(running), and
+    budget is at least max_num_seqs. Errors: none to raise. The arguments are not changed.
 
     Example: running [(0, 7), (1, 1)], waiting [(2, 3), (3, 9)], budget 10, 3 places
         -> [(1, 1, True), (0, 7, True), (2, 2, False)]; no place is left for request 3
@@ -77,7 +77,13 @@ def plan_step(
     # END
 
 
-@exercise("15.3", "Preemption", minutes=45, difficulty=3)
+@exercise(
+    "15.3",
+    "Preemption",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l15_chunked_prefill.generate:new_scheduler",
+)
 class PreemptingScheduler:
     """Decodes first, prompts in chunks, and blocks that are taken back when they run out.
 
@@ -145,7 +151,7 @@ class PreemptingScheduler:
         Chunk(sequence, count) to step.chunks.
 
         While there are too few blocks, preempt the last of `running`. If that was `sequence`
-        itself, nothing of it runs.
+        itself, no chunk of it is added.
         """
         # SOLUTION
         count, held = min(sequence.to_compute, most), sequence.computed
@@ -161,7 +167,7 @@ class PreemptingScheduler:
     def preempt(self, sequence: Sequence, step: Step) -> None:
         """Take back all blocks of a running sequence. It waits again, in the order of service, and
         computes its tokens anew, those that it has generated too. Count it in
-        sequence.preemptions. It may be in the step already: then its chunk goes out
+        sequence.preemptions. It may be in the step already: then take its chunk out
         (`step.chunks[:] = …`, because a Step's list cannot be replaced).
         """
         # SOLUTION

@@ -17,7 +17,7 @@ def predict_tree(parents: list[int], held: int) -> tuple[list[int], list[int], i
     parents: [N], parents[0] = -1 is the root, the newest token of a text; a parent comes
     before its children. held: tokens of the text before the root, which are in the cache. The
     cache has no pages here, so the first token of a text has position 0 and slot 0. The mask: [N,
-    held + N] says which node sees which key. A node sees what the cache held, its way from the
+    held + N] says which node sees which key. A node sees what the cache held, its path from the
     root, and itself. Slots are given in the order of the nodes. Errors: none to raise.
 
     Example: parents [-1, 0, 0, 1], held 10
@@ -48,9 +48,9 @@ def medusa(
     hidden: [T, d] float64, the target's hidden state at each position of a text; tokens: [T], the
     text. The target's own head, lm_head: [V, d], predicts token t + 1 from hidden state t. Head i
     (weights[i]: [d, d], biases[i]: [d]) first makes x + SiLU(W x + b) of a hidden state x, and then
-    reads it with lm_head; it predicts i + 1 tokens beyond the target's own head. losses[i]: the
-    mean cross-entropy in nats over all positions whose token is in the text. K is at most T -
-    2. Errors: none to raise. The arguments stay.
+    multiplies it by lm_head; it predicts i + 1 tokens beyond the target's own head. losses[i]: the
+    mean cross-entropy in nats over all positions for which the text has the token that head i
+    predicts. K is at most T - 2. Errors: none to raise. The arguments are not changed.
 
     Example: T = 3, d = 2, V = 2, K = 1, weights and biases 0, lm_head the identity,
         hidden [[1, 0], [0, 1], [0, 1]], tokens [0, 1, 1]
@@ -78,21 +78,23 @@ def verify_drawn(
     """The tokens that a pass emits, for a tree whose siblings were drawn from q without
     replacement.
 
-    p, q: [N, V] float64, what target and draft say after each node; rows of q at leaves hold
-    anything. parents: [N] as in 17.1, tokens: [N], the root's token is known already. u: [N, 2] in
-    [0, 1): u[i, 0] decides about node i, u[i, 1] draws after node i.
+    p, q: [N, V] float64, the distributions of target and draft after each node; rows of q at leaves
+    hold anything. parents: [N] as in 17.1, tokens: [N], the root's was emitted before. u: [N, 2] in
+    [0, 1): u[i, 0] decides whether node i stays, u[i, 1] draws the token after node i.
 
-    After a node its children are asked in their order. The first is judged by p and q of the
-    node: it stays if u · q < p. If not, the next child is judged by the residual, max(0, p - q)
-    made to sum to 1, and by q without the first child, made to sum to 1 again, because that
+    After a node its children are tested in their order. The first is tested with p and q of the
+    node: it stays if u · q < p. If not, the next child is tested with the residual max(0, p - q),
+    divided by its sum, and with q without the first child, divided by its sum again, because that
     is what it was drawn from. And so on. If a child stays, the walk goes on there. If none does,
     a token is drawn from what p has become, and the pass ends. `draw(weights: [V], u: [1])` draws
-    by inverse CDF; the weights need not sum to 1. Errors: none to raise. The arguments stay.
+    by inverse CDF; the weights need not sum to 1. Errors: none to raise. The arguments are not
+    changed.
 
     Example: V = 3, parents [-1, 0, 0], tokens [9, 0, 1], after the root p = [0.2, 0.2, 0.6] and
         q = [0.5, 0.25, 0.25]; node 0 is the root, u[1, 0] = 0.9, u[2, 0] = 0.9, u[0, 1] = 0.5
-        node 1: 0.9 · 0.5 is not below 0.2, so it goes; the residual is [0, 0, 0.35], or [0, 0, 1];
-        node 2: 0.9 · 0.5 is not below 0, so it goes, too; token 2 is drawn          -> [2]
+        node 1: 0.9 · 0.5 is not below 0.2: rejected; the residual is [0, 0, 0.35] / 0.35, and q is
+        now [0, 0.5, 0.5]
+        node 2: 0.9 · 0.5 is not below 0: rejected, too; token 2 is drawn            -> [2]
 
     The code below is right for chains and for the greedy case. It has four bugs. Delete the first
     line and find them.
@@ -135,7 +137,14 @@ def verify_drawn(
     # END
 
 
-@exercise("17.4", "One path stays", minutes=35, difficulty=3)
+@exercise(
+    "17.4",
+    "One path stays",
+    minutes=35,
+    difficulty=3,
+    replaces="lessons.l17_tree_speculation.runner:path_moves",
+    through="reference.yours.speculation:path_moves",
+)
 def keep_path(
     cache: Tensor,
     block_table: list[int],
@@ -154,12 +163,13 @@ def keep_path(
     block_table[i // block_size] · block_size + i % block_size. The tree's nodes are at the places
     held, held + 1, … in the order of their numbers, the root's first. path: the nodes that stay,
     path[0] = 0 is the root; tokens: [N], of all nodes; last: the token that was sampled after the
-    path, which has not run.
+    path, which the target has not read.
 
-    The path's rows move to the places from `held` on, in its order. Nothing else in the returned
-    cache differs from `cache`, which stays as it is. The root was emitted by an earlier pass. A
-    pass emits at most `left` tokens, and nothing after a token of `stop`. Held are all tokens of
-    the text but the newest, whatever is cut off. Aim: no loop over the slots or the dimensions.
+    All rows of the path move to the places from `held` on, in its order. Nothing else in the
+    returned cache differs from `cache`, which is not changed. The root was emitted by an earlier
+    pass. A pass emits at most `left` tokens, and nothing after a token of `stop`. The sequence then
+    holds all tokens of its text but the newest, also where `left` or `stop` cut something off. Aim:
+    no loop that moves the rows one by one, or over the dimensions.
 
     Example: block_size 2, block_table [3, 0, 1], held 1, path [0, 2], tokens [7, 8, 9], last 5,
         left 9, stop {}

@@ -188,7 +188,14 @@ def load_int4(ptr, offset, column, mask, scale_ptr, slot):
     # END
 
 
-@exercise("19.4", "The LOAD hook: four bits inside the decode kernel", minutes=45, difficulty=3)
+@exercise(
+    "19.4",
+    "The LOAD hook: four bits inside the decode kernel",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l19_kv_quantization.pool:read_codes",
+    through="reference.yours.codes:read_codes",
+)
 def int4_decode(
     q: Tensor,
     k_cache: Tensor,

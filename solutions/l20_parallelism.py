@@ -75,7 +75,14 @@ def attention_on_ranks(
     # END
 
 
-@exercise("20.2", "The likeliest token, from local logits", minutes=25, difficulty=2)
+@exercise(
+    "20.2",
+    "The likeliest token, from local logits",
+    minutes=25,
+    difficulty=2,
+    replaces="lessons.l20_parallelism.greedy:likeliest",
+    through="reference.yours.ranks:likeliest",
+)
 def greedy_on_ranks(
     local_logits: list[Tensor], vocab_size: int, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:

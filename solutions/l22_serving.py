@@ -89,7 +89,14 @@ class Wish(NamedTuple):
     tokens: int
 
 
-@exercise("22.2", "Users take turns by tokens", minutes=35, difficulty=2)
+@exercise(
+    "22.2",
+    "Users take turns by tokens",
+    minutes=35,
+    difficulty=2,
+    replaces="lessons.l22_serving.fair:FairQueue",
+    through="reference.yours.turns:fair_queue",
+)
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.
 

@@ -57,7 +57,14 @@ def expert_rows_kernel(
     # END
 
 
-@exercise("23.1", "The kernel: all experts in one launch", minutes=45, difficulty=3)
+@exercise(
+    "23.1",
+    "The kernel: all experts in one launch",
+    minutes=45,
+    difficulty=3,
+    replaces="lessons.l23_experts.grouped:experts",
+    through="reference.yours.experts:experts",
+)
 def expert_rows(
     x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor
 ) -> Tensor:

@@ -59,7 +59,14 @@ class Device(Protocol):
         """Wait for a pass, and return the token of each of its rows."""
 
 
-@exercise("25.2", "A loop that is one step ahead", minutes=40, difficulty=3)
+@exercise(
+    "25.2",
+    "A loop that is one step ahead",
+    minutes=40,
+    difficulty=3,
+    replaces="lessons.l25_one_step_ahead.generate:run_ahead",
+    through="reference.yours.ahead:run_ahead",
+)
 def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int) -> list[list[int]]:
     """Generate answers, and launch each pass before you read the one before it.
 

@@ -44,10 +44,19 @@ class AbsorbedPool(LatentPool):
         """Prompts expand all latents; a single query reads them as they are. Shapes as above."""
         if batch.max_seqlen_q > 1:
             return super().read(mla, q, latents, batch)
-        c_kv = latents[..., : self.config.mla.kv_lora_rank]
-        scale = self.config.softmax_scale
-        out = self.ops.decode(mla.absorb(q), latents, c_kv, batch, scale, None)
-        return mla.project_values(out)
+        return read_absorbed(self, mla, q, latents, batch)
+
+
+def read_absorbed(
+    pool: LatentPool, mla: MLAttention, q: Tensor, latents: Tensor, batch: Batch
+) -> Tensor:
+    """One new token of each sequence over its latents, which are stored already. latents: [blocks,
+    block_size, 1, rank + rope], q: [B, H, nope + rope], rotated -> [B, H, v_dim].
+    """
+    c_kv = latents[..., : pool.config.mla.kv_lora_rank]
+    scale = pool.config.softmax_scale
+    out = pool.ops.decode(mla.absorb(q), latents, c_kv, batch, scale, None)
+    return mla.project_values(out)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 One request alone reads all weights for one token. B requests side by side read them once for B
 tokens. So the prompts of a wave are read first, packed into as few passes as fit, then all of its
-requests step together, and who is finished leaves. What the CPU does to launch a step stays: some
-hundred operations, whatever the batch. optimized.py removes that.
+requests step together, and a request that is finished leaves. What the CPU does to launch a step
+stays: some hundred operations, whatever the batch. optimized.py removes that.
 
 The waves are static: a place that falls free stays free until the whole wave has ended (lesson 14
 fills it).
@@ -150,7 +150,7 @@ def run_wave(
     for first, group in prompt_groups(wave):
         prefill(model, pool, first, group, on_token)
     while wave := leave(pool, wave):
-        # made anew, because those who stay have other rows now
+        # made anew, because the requests that stay have other rows now
         batch = sampling_batch(wave, model.device)
         while not any(request.finished for request in wave):
             logits = step(step_inputs(wave, pool.block_size))
@@ -186,8 +186,8 @@ def prefill(
 
 
 def leave(pool: KVPool, wave: list[Request]) -> list[Request]:
-    """Who goes on, request b in block b of the pool: the last running request moves into the block
-    of one that has finished.
+    """The requests that go on, request b in block b of the pool: the last running request moves
+    into the block of one that has finished.
     """
     running = list(wave)
     for row in reversed(range(len(running))):

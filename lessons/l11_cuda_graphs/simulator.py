@@ -23,7 +23,7 @@ from lessons.toolbox.kernels.triton_ import triton
 from lessons.toolbox.measure.device import has_triton
 from lessons.toolbox.proof.traps import poison_
 
-# Methods that on a CPU tensor run no operation at all, and on a GPU's copy it.
+# Methods that run no operation on a CPU tensor, but copy a GPU's tensor to the CPU.
 READS_ON_THE_CPU = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__"}
 
 

@@ -46,7 +46,7 @@ def batched_decode_attention(
     sees = row < context_lens[:, None]  # [B, N]
     if window is not None:
         sees = sees & (row >= context_lens[:, None] - window)
-    # The query heads of a KV head stand where a sequence's queries stand: all see the same keys.
+    # The query heads of a KV head take the place of a sequence's queries: all see the same keys.
     grouped = q.unflatten(1, (keys.shape[2], -1))  # [B, Hkv, group, D]
     out = scaled_dot_product_attention(
         grouped,

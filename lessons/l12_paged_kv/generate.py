@@ -82,7 +82,7 @@ class Waves:
         self.most_running = 0
 
     def run(self, waiting: deque[Request], max_num_seqs: int = MAX_NUM_SEQS) -> None:
-        """Serve all who wait, wave by wave."""
+        """Serve all requests that wait, wave by wave."""
         while waiting:
             wave = list(self.admitted(waiting, max_num_seqs))
             for _, group in prompt_groups(wave):
@@ -90,7 +90,7 @@ class Waves:
             self.decode(self.staying(wave))
 
     def admitted(self, waiting: deque[Request], max_num_seqs: int) -> Iterator[Request]:
-        """Those whose prompts fit into the free blocks, in the order of their arrival."""
+        """The requests whose prompts fit into the free blocks, in the order of their arrival."""
         free, blocks = self.runner.blocks.num_free, self.runner.blocks
         for _ in range(min(max_num_seqs, len(waiting))):
             free -= blocks.blocks_for(len(waiting[0].prompt))
@@ -99,7 +99,7 @@ class Waves:
             yield waiting.popleft()
 
     def decode(self, wave: list[Request]) -> None:
-        """Step until all of a wave have finished, also those who waited on the host meanwhile."""
+        """Step until all of a wave have finished, also those that waited on the host meanwhile."""
         self.running, away = wave, deque()
         batch, members = None, None
         while self.running or away:
@@ -121,16 +121,16 @@ class Waves:
         take_batch_tokens(logits, batch, requests, self.on_token)
 
     def staying(self, requests: list[Request]) -> list[Request]:
-        """Those who have not finished. The others give back their blocks."""
+        """The requests that have not finished. The others give back their blocks."""
         for request in requests:
             if request.finished:
                 self.runner.free(request.row)
         return [request for request in requests if not request.finished]
 
     def bring_back(self, away: deque[Request]) -> None:
-        """Who has waited longest comes back while there is room."""
+        """The request that has waited longest comes back while there is room."""
         while away:
-            # And a block for each who runs, or it would soon be sent away again.
+            # And a block for each that runs, or it would soon be sent away again.
             needed = self.swap.blocks_of(away[0].row) + len(self.running) + 1
             if self.running and needed > self.runner.blocks.num_free:
                 return
@@ -138,7 +138,7 @@ class Waves:
             self.running.append(away.popleft())
 
     def make_room(self, away: deque[Request]) -> None:
-        """Send the newest away until the next token of each who stays has a slot."""
+        """Send the newest away until the next token of each that stays has a slot."""
         while not self.runner.can_step({request.row: [0] for request in self.running}):
             newest = self.running.pop()
             self.swap.swap_out(newest.row)

@@ -2,11 +2,11 @@
 
 `generate` is lesson 11's loop held to a given memory. A request that may become 512 tokens long
 takes 512 slots from its first token to its last, so few requests fit, and most of what they have is
-empty. waste.py counts it.
+empty. more/waste.py counts it.
 
 `gathered_attention` is the plain way to use a block table in PyTorch: copy each sequence's blocks
-to one place, then attend as ever. It is right for every block size and every table, so the kernels
-are held to it. It reads K and V, writes them, and reads them again.
+to one place, then attend as before. It is right for every block size and every table, so the
+kernels are held to it. It reads K and V, writes them, and reads them again.
 
 Source: Kwon et al. 2023, PagedAttention, sections 3.1 and 4.1.
 """

@@ -1,4 +1,4 @@
-"""Proves that attention through a block table equals attention in one piece, wherever pages lie."""
+"""Proves that attention through a block table equals attention in one piece, wherever pages are."""
 
 from functools import partial
 
@@ -104,7 +104,7 @@ def test_a_window_hides_whole_splits(window, options, seed, proof):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.sample(2)
 def test_prefill_kernel_for_any_block_size(block_size, seed, proof):
-    """A fresh prompt, a chunk behind a context, a single token and a sequence that runs nothing."""
+    """A fresh prompt, a chunk after a context, a single token and a sequence that runs nothing."""
     lengths, new = [block_size + 1, 50, 33, 20], [block_size + 1, 17, 1, 0]
     lengths, new = [min(n, 60) for n in lengths], [min(n, 60) for n in new]
     inputs = paged(lengths, new, block_size=block_size, seed=seed)

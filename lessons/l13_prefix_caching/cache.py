@@ -38,7 +38,7 @@ class PrefixCache(Protocol):
 
 
 class NoCache(PrefixCache):
-    """Remembers nothing, so every prompt is computed in full: what the others are held against."""
+    """Remembers nothing: every prompt is computed in full. The others are compared with it."""
 
     def __init__(self, block_size: int):
         self.block_size = block_size

@@ -70,7 +70,7 @@ def prefix_splits(
 
 
 def sequences_in_a_tile(group: int, head_dim: int) -> int:
-    """How many sequences' queries fit into a program's tile of rows, which lie in its registers."""
+    """How many sequences' queries fit into a program's tile of rows, which are in its registers."""
     block_d = tiles_for(group, head_dim, True)["BLOCK_D"]
     # Narrow heads run on 4 warps (`warps_for`), whose registers spill at 64 rows.
     most = 32 if block_d <= 64 else min(MAX_GROUP, MAX_QUERY_TILE // block_d)

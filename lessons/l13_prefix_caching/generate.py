@@ -126,7 +126,7 @@ class WaveRunner:
             take_batch_tokens(logits, sampling_batch(group, self.model.device), group, on_token)
         running = wave
         while running := self.leave(running):
-            # made anew, because those who stay have other rows now
+            # made anew, because the requests that stay have other rows now
             batch = sampling_batch(running, self.model.device)
             while not any(request.finished for request in running):
                 # - 1, because the newest token has not run yet
@@ -134,8 +134,9 @@ class WaveRunner:
                 take_batch_tokens(logits, batch, running, on_token)
 
     def next_pass(self, waiting: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Whose prompts run now, and who waits. A prompt whose next block another prompt of this
-        pass computes would compute it once more, so it waits until that block is known.
+        """The requests whose prompts run now, and those that wait. A prompt whose next block
+        another prompt of this pass computes would compute it once more, so it waits until that
+        block is known.
         """
         size = self.blocks.block_size
         group, later, computed_now, tokens = [], [], set(), 0
@@ -182,7 +183,7 @@ class WaveRunner:
             self.blocks.remember(request.row, request.tokens[:now])
 
     def leave(self, running: list[Request]) -> list[Request]:
-        """Who goes on. Those who have finished return their blocks, which stay known."""
+        """The requests that go on. Finished ones return their blocks, which stay known."""
         for request in running:
             if request.finished:
                 self.blocks.free(request.row)

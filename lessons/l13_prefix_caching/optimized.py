@@ -1,4 +1,4 @@
-"""A prefix cache as a radix tree: an edge is a run of blocks that no prompt has parted yet.
+"""A prefix cache as a radix tree: an edge is a run of blocks that no prompt has split yet.
 
 Hashing looks at every block of every prompt, and every block costs a hash. The tree compares
 tokens, and one step down takes a whole run. It also knows what follows a prefix, which a scheduler
@@ -57,8 +57,8 @@ class RadixTree(PrefixCache):
         if node is None:
             return
         # Always the end of a leaf, by the two laws of cache.py.
-        assert not node.children, f"block {block} has others behind it"
-        assert node.blocks[-1] == block, f"block {block} has others behind it"
+        assert not node.children, f"block {block} has others after it"
+        assert node.blocks[-1] == block, f"block {block} has others after it"
         first = node.keys[0]
         node.keys.pop()
         node.blocks.pop()

@@ -42,7 +42,7 @@ from lessons.toolbox.proof.numerics import (
 
 
 def by_slicing(q, k_prefix, v_prefix, k_suffix, v_suffix, suffix_lens, softmax_scale=None):
-    """The definition: lesson 2's attention over the prefix and the rows in use behind it."""
+    """The definition: lesson 2's attention over the prefix and the rows in use after it."""
     outs = []
     for b, length in enumerate(suffix_lens.tolist()):
         k, v = (
@@ -207,7 +207,7 @@ def test_blocks_that_all_have_in_common():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_decode_over_blocks_as_lesson_12(window, seed, monkeypatch):
-    """Sequences of other lengths behind two shared blocks; free blocks hold NaN."""
+    """Sequences of other lengths after two shared blocks; free blocks hold NaN."""
     monkeypatch.setattr(cascade, "SHORTEST_SHARED", 1)
     tables = [[5, 2, 7], [5, 2, 0, 4], [5, 2, 6]]
     chunks = [([1], held) for held in (8, 14, 11)]
@@ -250,7 +250,7 @@ def test_the_compiler_spills_nothing_and_uses_matrix_units(request, seed):
 
 
 def test_formulas_on_paper():
-    """32 sequences of 200 own tokens behind 2000 shared ones: 6.8 times fewer keys and values."""
+    """32 sequences of 200 own tokens after 2000 shared ones: 6.8 times fewer keys and values."""
     shape = Shared(32, 2000, 200, 32, 8, 128)
     separate, together = separate_bytes(shape), cascade_bytes(shape)
     assert separate.keys_and_values == 32 * 2200 * 4096

@@ -1,8 +1,8 @@
 """Iteration-level scheduling: after every step finished requests leave, and waiting ones come
 in. One ragged pass runs the prompts of the new and the single tokens of the old.
 
-Read `schedule`. A request is admitted when a place is free and the blocks for its longest possible
-answer are: it is never sent away again.
+Read `schedule`. A request is admitted when a place is free and so are the blocks for its longest
+possible answer. So it is never sent away again.
 
 Source: Yu et al. 2022, Orca, sections 3.1 and 3.2.
 """

@@ -37,6 +37,13 @@ class ChunkExecutor(ModelExecutor):
         return []
 
 
+def new_scheduler(
+    blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+) -> PreemptiveScheduler:
+    """What the rung asks what runs next. A solved exercise 15.3 takes its place."""
+    return ChunkedScheduler(blocks, max_num_seqs, max_num_batched_tokens)
+
+
 @torch.inference_mode()
 def generate(
     model: Decoder,
@@ -49,11 +56,12 @@ def generate(
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
     num_blocks: int | None = None,
     block_size: int = BLOCK_SIZE,
-    kind: type[PreemptiveScheduler] = ChunkedScheduler,
+    kind: type[PreemptiveScheduler] | None = None,
 ) -> list[list[int]]:
     """Prompts in chunks beside the decodes, on blocks that are taken back when they run out.
 
-    num_blocks: None takes what the max_num_seqs longest requests may need. kind: the scheduler.
+    num_blocks: None takes what the max_num_seqs longest requests may need. kind: the scheduler;
+    None: a ChunkedScheduler.
     Other arguments, result and errors as in lesson 2's `generate`; also the scheduler's ValueError.
     """
     check_call(model, on_token)
@@ -63,9 +71,7 @@ def generate(
         if num_blocks is None:
             num_blocks = blocks_of(waiting, max_num_seqs, block_size)
         blocks = BlockManager(num_blocks, block_size)
-        scheduler = kind(
-            blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        scheduler = (kind or new_scheduler)(blocks, max_num_seqs, max_num_batched_tokens)
         for sequence in waiting:
             scheduler.add(sequence)
         runner = StepRunner(model, blocks, max(s.most_cached for s in waiting))

@@ -1,13 +1,13 @@
-"""A tree path by path: each way from the root to a leaf is its own sequence.
+"""A tree path by path: each path from the root to a leaf is its own sequence.
 
 Read `path_logits`, then `accept_among` and `verify_tree`: which guess stays if there are several.
 `path_attention` is the definition that the kernel is held to. `generate` is the loop without a
 cache.
 
-The rule for several guesses is lesson 16's, asked again and again. The guesses after one node are
-drawn from q without replacement. If the first is rejected, what is missing to p is the residual;
-and the second guess was drawn from q without the first. So the same question is asked with these
-two instead of p and q.
+The rule for several guesses is lesson 16's, applied to one guess after the other. The guesses after
+one node are drawn from q without replacement. If the first is rejected, the residual is what is
+left to sample from, and the second guess was drawn from q without the first. So these two take the
+places of p and q in the test of the second guess.
 
 Sources: Miao et al. 2024, SpecInfer, section 4.3, algorithm 2; Li et al. 2024, EAGLE, appendix A.2;
 Jeon et al. 2024, Recursive Speculative Decoding, section 3.2 (without replacement).
@@ -63,7 +63,7 @@ def path_attention(
 ) -> Tensor:
     """The definition of optimized.tree_attention. q: [T, Hq, D] -> [T, Hq, Dv].
 
-    Each node's way from the root is laid out after what the sequence held, and its query comes
+    Each node's path from the root is laid out after what the sequence held, and its query comes
     last, so lesson 2's attention needs no mask but its own.
     """
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
@@ -80,7 +80,7 @@ def path_attention(
                 seen = list(range(held + row - first + 1))
             else:
                 seen = list(range(held))
-                seen += way_to(tree[row], held)
+                seen += places_on_path(tree[row], held)
             query = q[row : row + 1]
             out[row] = attention(
                 query,
@@ -92,11 +92,11 @@ def path_attention(
     return out
 
 
-def way_to(above: Tensor, held: int) -> list[int]:
-    """Places of the keys on a node's way, the root's first. above: [W], its row of the table."""
-    on_the_way = above.nonzero()
-    # Parents come before their children, so the order of the numbers is that of the way.
-    places = held + on_the_way.flatten()
+def places_on_path(above: Tensor, held: int) -> list[int]:
+    """Places of the keys on a node's path, the root's first. above: [W], its row of the table."""
+    on_path = above.nonzero()
+    # Parents come before their children, so the order of the numbers is that of the path.
+    places = held + on_path.flatten()
     return places.tolist()
 
 
@@ -127,11 +127,11 @@ def accept_among(p: Tensor, q: Tensor, guesses: list[int], u: list[float]) -> tu
 
 
 def verify_tree(p: Tensor, q: Tensor, tree: Tree, tokens: list[int], u: Tensor) -> list[int]:
-    """The way of a step through a tree whose nodes were drawn: (nodes that stay, then the token
+    """The path of a step through a tree whose nodes were drawn: (nodes that stay, then the token
     that is emitted after the last of them).
 
     p, q: [N, V], what target and draft say after each node; q is not read at a leaf. tokens: [N];
-    u: [N, 2] in [0, 1): u[i, 0] decides about node i, u[i, 1] draws after it.
+    u: [N, 2] in [0, 1): u[i, 0] decides whether node i stays, u[i, 1] draws the token after it.
     """
     path = [0]
     while True:
@@ -155,17 +155,17 @@ def verify_tree(p: Tensor, q: Tensor, tree: Tree, tokens: list[int], u: Tensor) 
         path.append(children[place])
 
 
-def follow(tree: Tree, tokens: list[int], drawn: list[int]) -> list[int]:
-    """The way of a step through a tree whose nodes were *chosen*, not drawn: (nodes that stay, then
-    the token after the last of them).
+def follow(tree: Tree, tokens: list[int], sampled: list[int]) -> list[int]:
+    """The path of a step through a tree whose nodes were *chosen*, not drawn: (nodes that stay,
+    then the token after the last of them).
 
-    drawn: [N], what the target itself sampled after each node. As long as one of the children
-    carries this token, it stays.
+    sampled: [N], what the target itself sampled after each node. As long as one of the children
+    has this token, the path goes on with it.
     """
     path = [0]
     while True:
         node = path[-1]
-        token = drawn[node]
+        token = sampled[node]
         right = [
             child
             for child in tree.children[node]
@@ -191,7 +191,7 @@ def guess_from(model: Decoder, text: list[int], tree: Tree) -> list[int]:
     """Fill a tree with the likeliest tokens of any model: [N], the root's is text[-1]."""
     tokens = [text[-1]]
     tokens += [0] * (len(tree) - 1)
-    # Parents come before their children, so a node's way is filled before it.
+    # Parents come before their children, so a node's path is filled before it.
     for node, children in enumerate(tree.children):
         if not children:
             continue
@@ -204,7 +204,7 @@ def guess_from(model: Decoder, text: list[int], tree: Tree) -> list[int]:
 
 
 def guesses_to(tree: Tree, tokens: list[int], node: int) -> list[int]:
-    """The tokens on the way to a node, without the root's."""
+    """The tokens on the path to a node, without the root's."""
     path = tree.path_to(node)
     return [tokens[n] for n in path[1:]]
 
@@ -216,7 +216,7 @@ def sampled_after(
     tokens: list[int],
 ) -> list[int]:
     """What plain decoding would sample after each node. logits: [N, V] -> [N]."""
-    drawn = []
+    sampled = []
     for node in range(len(tree)):
         output = request.output + guesses_to(tree, tokens, node)
         p = probabilities(
@@ -227,8 +227,8 @@ def sampled_after(
         )
         number = random_number(request, len(output))
         token = draw(p, number)
-        drawn.append(int(token))
-    return drawn
+        sampled.append(int(token))
+    return sampled
 
 
 @torch.inference_mode()
@@ -255,8 +255,8 @@ def generate(
             shape = tree.cut(left - 1)
             tokens = guess_from(draft, request.tokens, shape)
             logits = path_logits(model, request.tokens[:-1], shape, tokens)
-            drawn = sampled_after(request, logits, shape, tokens)
-            *path, last = follow(shape, tokens, drawn)
+            sampled = sampled_after(request, logits, shape, tokens)
+            *path, last = follow(shape, tokens, sampled)
             emitted = [tokens[node] for node in path[1:]]
             emitted.append(last)
             for token in emitted:

@@ -117,17 +117,32 @@ class QuantizedPool(QuantizedSlots, KVPool):
 
     def reading(self, batch: Batch):
         """read(layer, q: [T, Hq, D], (codes, scales) of K, of V) -> [T, Hq, Dv] for this step."""
-        blocks, small = blocks_read(batch, self.block_size)
-        attend = self.ops.decode if batch.max_seqlen_q == 1 else self.ops.prefill
-        config = self.config
+        in_use = blocks_read(batch, self.block_size)
 
         def read(layer: int, q: Tensor, keys: tuple, values: tuple) -> Tensor:
-            k_cache, v_cache = (self.numbers(*stored, blocks) for stored in (keys, values))
-            window = config.sliding_window(layer)
-            rules = dict(sinks=self.sinks[layer]) if config.has_score_rules else {}
-            return attend(q, k_cache, v_cache, small, config.softmax_scale, window, **rules)
+            return read_codes(self, layer, q, keys, values, batch, in_use)
 
         return read
+
+
+def read_codes(
+    pool: QuantizedPool,
+    layer: int,
+    q: Tensor,
+    keys: tuple,
+    values: tuple,
+    batch: Batch,
+    in_use: tuple[Tensor, Batch],
+) -> Tensor:
+    """Attention of a step over the codes of a layer: they become numbers first. keys, values: codes
+    and scales, [slots + 1, Hkv, …] each; in_use: as `blocks_read`. q: [T, Hq, D] -> [T, Hq, Dv].
+    """
+    config, (blocks, small) = pool.config, in_use
+    attend = pool.ops.decode if batch.max_seqlen_q == 1 else pool.ops.prefill
+    k_cache, v_cache = (pool.numbers(*stored, blocks) for stored in (keys, values))
+    window = config.sliding_window(layer)
+    rules = dict(sinks=pool.sinks[layer]) if config.has_score_rules else {}
+    return attend(q, k_cache, v_cache, small, config.softmax_scale, window, **rules)
 
 
 class QuantizedLatentPool(QuantizedSlots, PagedLatentPool):

@@ -27,13 +27,16 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.l12_paged_kv import generate as lesson_12
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
+from lessons.l20_parallelism.greedy import likeliest
 from lessons.l20_parallelism.pipeline import run_stage, split_layers
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import RankError, run_ranks, world_from_environment
 from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
+from lessons.l20_parallelism.shards.layers import ParallelHead
 from lessons.l20_parallelism.shards.loading import load_sharded, refuse_quantized_parts
 from lessons.l20_parallelism.shards.sharding import local_config
 from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.exercises.drop_ins import use_implementation
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.model.arguments import check_whole, one_line, refuse
 from lessons.toolbox.model.checkpoint import load_config, load_tokenizer
@@ -46,15 +49,22 @@ class ParallelRunner(PagedRunner):
     """
 
     links: Links
+    is_greedy: bool  # each request wants the likeliest token, and no logits
 
     @classmethod
     def for_part(
-        cls, part: Decoder, num_blocks: int, block_size: int, max_context_len: int, links: Links
+        cls,
+        part: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_context_len: int,
+        links: Links,
+        is_greedy: bool = False,
     ) -> "ParallelRunner":
         """As PagedRunner.for_model. part: from `shard` or `load_sharded`."""
         part = paged_rung_of(part).prepare(part)
         runner = cls(part, new_pool(part, num_blocks, block_size, max_context_len))
-        runner.links = links
+        runner.links, runner.is_greedy = links, is_greedy
         return runner
 
     @torch.inference_mode()
@@ -68,11 +78,22 @@ class ParallelRunner(PagedRunner):
             weight = self.model.norm.weight
             logits = weight.new_empty(len(new), self.model.config.vocab_size)
         else:
-            logits = self.model.logits(hidden[batch.logits_at])
+            logits = self.logits(hidden[batch.logits_at])
         # Logits, so that every rank can sample by lesson 2's code. A production engine samples on
         # the last stage and sends the tokens, which are some ten thousand times fewer bytes.
         pipe = self.links.pipeline
         return pipe.broadcast(logits, source=pipe.size - 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [B, hidden_size] -> [B, V]. Where only the likeliest token is wanted, the logits
+        stay on their ranks, and every other token's is -inf.
+        """
+        head = self.model.lm_head
+        if not self.is_greedy or not isinstance(head, ParallelHead):
+            return self.model.logits(hidden)
+        tokens, logprobs = likeliest(head.local(hidden), head.vocab_size, head.group)
+        logits = hidden.new_full((len(hidden), head.vocab_size), -torch.inf)
+        return logits.scatter_(1, tokens[:, None], logprobs[:, None].to(logits.dtype))
 
 
 def generate(
@@ -86,7 +107,8 @@ def generate(
     """The tokens of each prompt, on every rank. Every rank calls it with the same arguments, but
     for its part of the model. options, result and errors: lesson 12's `generate`.
     """
-    new_runner = partial(ParallelRunner.for_part, links=links)
+    is_greedy = all(is_plain_greedy(one) for one in wishes_of(sampling, len(prompts)))
+    new_runner = partial(ParallelRunner.for_part, links=links, is_greedy=is_greedy)
     sampling = with_agreed_seeds(sampling, len(prompts), links, part.device)
     return lesson_12.generate(
         part, prompts, max_new_tokens, sampling, new_runner=new_runner, **options
@@ -100,7 +122,7 @@ def with_agreed_seeds(
     device: torch.device,
 ) -> SamplingParams | list[SamplingParams] | None:
     """The same with a seed for each prompt: where none was given one that the first rank drew."""
-    params = [sampling or GREEDY] * num_prompts if not isinstance(sampling, list) else sampling
+    params = wishes_of(sampling, num_prompts)
     if not all(isinstance(each, SamplingParams) for each in params):
         return sampling  # lesson 12 will refuse it by name
     params = [each.seeded() for each in params]
@@ -108,6 +130,16 @@ def with_agreed_seeds(
     links.tensor.broadcast(seeds)  # then all shards of the first stage have its first one's
     links.pipeline.broadcast(seeds)
     return [replace(each, seed=seed) for each, seed in zip(params, seeds.tolist())]
+
+
+def wishes_of(sampling: SamplingParams | list[SamplingParams] | None, num_prompts: int) -> list:
+    """What is wanted of each prompt; not checked yet."""
+    return sampling if isinstance(sampling, list) else [sampling or GREEDY] * num_prompts
+
+
+def is_plain_greedy(wish) -> bool:
+    """Whether a request wants the token with the largest logit of the model, and nothing else."""
+    return isinstance(wish, SamplingParams) and wish.temperature == 0 and not wish.has_penalties
 
 
 # ---------------------------------------------------------------- the command
@@ -127,6 +159,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--seed", type=int)
     add("--device", default=default_device(), help="cpu or cuda")
+    add("--impl", help="exercises: a solved 20.2 chooses the tokens")
     add("--dtype", default="float32", choices=list(DTYPES))
     return parser.parse_args(argv)
 
@@ -205,6 +238,10 @@ def answers_of_rank(
     world: Group, mesh: Mesh, options: argparse.Namespace, prompts: list[list[int]]
 ) -> list[list[int]]:
     """The tokens after each prompt. Runs on every rank."""
+    if options.impl is not None:  # here, because each rank is a process of its own
+        (chosen,) = use_implementation(options.impl, only="20.2")
+        if world.rank == 0:
+            print(f"exercise 20.2: {chosen.how}", file=sys.stderr)
     device = torch.device(options.device)
     if device.type == "cuda":  # the one that launch.py has given to this process
         device = torch.device("cuda", torch.cuda.current_device())

@@ -98,7 +98,7 @@ class TokenMasks:
                 mask_bytes = len(self.vocabulary) // 8
                 if len(self.states) > MOST_ROWS or len(self.masks) * mask_bytes > MOST_MASK_BYTES:
                     self.forget()
-                self.masks[state] = packed(self.allowed(state))
+                self.masks[state] = new_mask(self, state)
             return self.masks[state]
 
     def allowed(self, state: State) -> np.ndarray:
@@ -131,6 +131,11 @@ class TokenMasks:
             target = self.matcher.step_class(self.states[source], byte_class)
             number = DEAD if target is None else self.number_of(target)
             self.table[source, byte_class] = number
+
+
+def new_mask(masks: TokenMasks, state: State) -> Tensor:
+    """Which tokens may come next, made anew: [ceil(V / 32)] int32. The caller holds the lock."""
+    return packed(masks.allowed(state))
 
 
 def check_bytes(automaton: Automaton, vocabulary: Vocabulary) -> None:
@@ -184,8 +189,7 @@ def check_apply(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     if not is_dense or logits.dtype not in DECODE_DTYPES:
         raise ValueError(
             f"logits: got {logits.dtype} {tuple(logits.shape)}; accepted: [B, V] with dense rows "
-            "in "
-            f"float32, float16 or bfloat16"
+            "in float32, float16 or bfloat16"
         )
     words = -(-logits.shape[1] // 32)
     shape = (len(rows), words)

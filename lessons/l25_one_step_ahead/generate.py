@@ -17,6 +17,11 @@ from lessons.l25_one_step_ahead.naive import run_until_idle
 from lessons.l25_one_step_ahead.optimized import OneStepAhead
 
 
+def run_ahead(scheduler: ChunkedScheduler, device: ModelDevice, on_token: OnToken | None) -> None:
+    """Serve all that wait, one step ahead. A solved exercise 25.2 takes its place."""
+    run_until_idle(OneStepAhead(scheduler, device, on_token))
+
+
 @torch.inference_mode()
 def generate(
     model: Decoder,
@@ -28,12 +33,12 @@ def generate(
     max_num_seqs: int = MAX_NUM_SEQS,
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
     blocks: BlockManager | None = None,
-    loop: type = OneStepAhead,
+    loop: type | None = None,
 ) -> list[list[int]]:
     """Each step scheduled while the one before it runs.
 
-    blocks: None takes what the max_num_seqs longest requests may need. loop: OneStepAhead or
-    Serial. Other arguments, result and errors as in lesson 15's `generate`.
+    blocks: None takes what the max_num_seqs longest requests may need. loop: Serial, or
+    None for OneStepAhead. Other arguments, result and errors as in lesson 15's `generate`.
     """
     check_call(model, on_token)
     sequences = new_sequences(model.config, prompts, max_new_tokens, sampling)
@@ -47,5 +52,9 @@ def generate(
         for sequence in waiting:
             scheduler.add(sequence)
         runner = StepRunner(model, blocks, max(s.most_cached for s in waiting))
-        run_until_idle(loop(scheduler, ModelDevice(runner), on_token))
+        device = ModelDevice(runner)
+        if loop is None:
+            run_ahead(scheduler, device, on_token)
+        else:
+            run_until_idle(loop(scheduler, device, on_token))
     return [sequence.output for sequence in sequences]

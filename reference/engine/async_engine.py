@@ -24,13 +24,14 @@ from lessons.l22_serving.admission import (
     Waiting,
 )
 from lessons.l22_serving.engine import queue_of
-from lessons.l22_serving.mailbox import RequestStream
+from lessons.l22_serving.mailbox import RequestStream, deliver
 from lessons.l22_serving.optimized import (
     AsyncEngine,
     DeadlineExceeded,
     Draining,
     EngineDeadError,
 )
+from lessons.toolbox.exercises.drop_ins import PartFailed, naming_exercises
 from lessons.toolbox.model.arguments import is_number, refuse
 from reference.engine.assembly import new_engine
 from reference.engine.engine import Engine
@@ -104,7 +105,7 @@ class Generates(ABC):
         timeout_s: seconds after which the answer is not wanted: then, or as soon as it cannot come
         in time, reading raises DeadlineExceeded. Raises ValueError for a request that cannot be
         served, Overloaded (with retry_after_s) for one that is not let in, Draining, which is one,
-        before the end, and EngineDeadError if a step failed.
+        before the end, EngineDeadError if a step failed, and PartFailed if a learner's part did.
         """
 
     async def generate(
@@ -209,7 +210,8 @@ class AsyncLLMEngine(AsyncEngine, Generates):
         for part in self.engine.engines:
             part.admit = admit
         try:
-            self.engine.add_request(*wishes)
+            with naming_exercises():
+                self.engine.add_request(*wishes)
         except Overloaded:
             self.counter.totals["num_refused"] += 1
             raise
@@ -220,13 +222,27 @@ class AsyncLLMEngine(AsyncEngine, Generates):
     def step(self) -> list[RequestOutput]:
         """One step, counted."""
         begin = time.perf_counter()
-        touched = self.engine.advance()
+        try:
+            with naming_exercises():
+                touched = self.engine.advance()
+        except PartFailed as failed:
+            self.end_failed(failed)
+            return []
         counted = self.counter.count(touched)
         tokens = counted.num_prompt_tokens + counted.num_generation_tokens
         self.rate.ran(tokens, time.perf_counter() - begin)
         for request in counted.finished_requests:
             self.rate.answered(request.num_generation_tokens)
         return [request.output() for request in touched]
+
+    def end_failed(self, failed: PartFailed) -> None:
+        """A learner's part has raised: the requests of the step end, and the engine goes on."""
+        if all(request_id in self.engine.requests for request_id in self.waiters):
+            # It raised before it was known what would run, and would do so again.
+            for request_id in list(self.engine.requests):
+                self.engine.abort_request(request_id)
+        ended = [name for name in self.waiters if name not in self.engine.requests]
+        deliver([(self.waiters.pop(name), failed) for name in ended])
 
     def has_begun(self, request_id: str) -> bool:
         """Whether it has run at all."""

@@ -108,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
     from lessons.l02_naive_attention.request import read_requests
     from lessons.l06_mla.deepseek import load_decoder
-    from lessons.toolbox.exercises.loading import use_implementation
+    from lessons.toolbox.exercises.drop_ins import use_implementation
+    from lessons.toolbox.exercises.in_use import parts_that, print_parts
+    from lessons.toolbox.exercises.progress import CHANGED
     from lessons.toolbox.measure.hardware import read_bandwidth
     from lessons.toolbox.measure.records import write_json
     from lessons.toolbox.model.checkpoint import load_tokenizer
@@ -118,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
 
     # a log has no width of its own
     console = Console(width=None if sys.stdout.isatty() else 132)
-    for exercise_id, replaced, how in use_implementation(args.impl) if args.impl else ():
-        console.print(f"exercise {exercise_id} for {replaced}: {how}", markup=False)
+    if args.impl:
+        parts = use_implementation(args.impl)
+        print_parts(parts, console, unchecked=parts_that(CHANGED, args.impl))
     model = load_decoder(args.model, device=args.device, dtype=torch.float32)
     tokenizer = load_tokenizer(args.model)
     prompts, limits = load_requests(args.prompts, tokenizer, args.requests)

@@ -29,6 +29,7 @@ from lessons.l13_prefix_caching import generate as prefixes
 from lessons.l14_continuous_batching import loop as continuous
 from lessons.l15_chunked_prefill import generate as chunked
 from lessons.l16_speculative_sampling import generate as speculative
+from lessons.toolbox.exercises.drop_ins import blamed
 from lessons.toolbox.model.config import ModelConfig
 from reference.ladder import engine_rung
 from reference.ladder.contest import first_line
@@ -155,4 +156,4 @@ def call_rung(rung: Step, model: Decoder, prompts, limits, on_token):
     try:
         return rung.run(model, prompts, limits, on_token=on_token)
     except Exception as error:
-        raise RungFailed(f"{rung.name} failed: {first_line(error)}") from error
+        raise RungFailed(f"{rung.name} failed: {blamed(error) or first_line(error)}") from error

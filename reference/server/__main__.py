@@ -20,9 +20,26 @@ def serve(arguments: list[str], prog: str) -> int:
     for note in flags.notes(found):
         print(note, file=sys.stderr)
     args = flags.read_args(found)
+    if args.impl is not None:
+        use_exercises(args.impl)
     from reference.server.run import serve_forever
 
     return serve_forever(args)
+
+
+def use_exercises(impl: str) -> None:
+    """Put a learner's solutions in the places of the engine's parts, but not those whose checks
+    fail, and say which. Raises ValueError for an unknown folder.
+    """
+    from rich.console import Console
+
+    from lessons.toolbox.exercises.drop_ins import use_implementation
+    from lessons.toolbox.exercises.in_use import parts_that, print_parts
+    from lessons.toolbox.exercises.progress import CHANGED, FAIL
+
+    parts = use_implementation(impl, failing=parts_that(FAIL, impl))
+    console = Console(stderr=True, highlight=False)
+    print_parts(parts, console, unchecked=parts_that(CHANGED, impl))
 
 
 def main(arguments: list[str] | None = None) -> int:

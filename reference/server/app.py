@@ -31,7 +31,7 @@ def new_service(args: ServerArgs) -> Service:
         name: LoRARequest(name, number, path)
         for number, (name, path) in enumerate(args.lora_modules.items(), 1)
     }
-    if args.disable_frontend_multiprocessing:
+    if args.disable_frontend_multiprocessing or args.impl is not None:
         new_engine = AsyncLLMEngine.from_engine_args
     else:
         new_engine = AsyncProcessEngine

@@ -22,8 +22,9 @@ class ServerArgs:
     not read, read_timeout of a request's headers and of its body, shutdown_timeout of what runs
     when the server is told to end. max_body_bytes: of a request. limit_concurrency: connections at
     a time. disable_frontend_multiprocessing: the engine is a thread of the server's process, and no
-    process of its own. allowed_media_domains: hosts from which pictures are fetched, none: a
-    picture comes in the request itself.
+    process of its own. impl: whose solved exercises take the places of the engine's parts,
+    "exercises" or a folder like it; the engine is a thread then. allowed_media_domains: hosts from
+    which pictures are fetched, none: a picture comes in the request itself.
     """
 
     engine: AsyncEngineArgs
@@ -46,6 +47,7 @@ class ServerArgs:
     disable_uvicorn_access_log: bool = False
     disable_fastapi_docs: bool = False
     disable_frontend_multiprocessing: bool = False
+    impl: str | None = None
     max_logprobs: int = 20
     request_timeout: float = 600.0
     write_timeout: float = 30.0
@@ -68,6 +70,9 @@ class ServerArgs:
             refuse("tool_call_parser", self.tool_call_parser, " or ".join(PARSERS))
         if self.lora_modules and not self.engine.enable_lora:
             refuse("lora_modules", self.lora_modules, "none without --enable-lora")
+        if self.impl is not None and self.engine.has_workers:
+            accepted = "none where the model is in other processes (…_parallel_size)"
+            refuse("impl", self.impl, accepted)
         for name in self.lora_modules:
             if name in self.served_model_name:
                 refuse("lora_modules", name, "names that the base model does not have")

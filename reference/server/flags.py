@@ -92,6 +92,7 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     switch("--disable-uvicorn-access-log", "no line for each request")
     switch("--disable-fastapi-docs", "no /docs, no /openapi.json")
     switch("--disable-frontend-multiprocessing", "the engine in a thread of the server")
+    option("--impl", "exercises: serve on your solved exercises wherever they are a part")
     option("--max-logprobs", "of a request at most (default: 20)", int)
     option("--request-timeout", "s, of a whole answer (default: 600)", float)
     option("--write-timeout", "s, of one write to a client that does not read (default: 30)", float)

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from lessons.toolbox.exercises.drop_ins import PartFailed
 from reference.engine.async_engine import DeadlineExceeded, Draining, EngineDeadError, Overloaded
 from reference.engine.outputs import CompletionOutput, RequestOutput
 from reference.server.calls import Answer, Call, Delta, Usage
@@ -52,7 +53,7 @@ class Run:
                         if delta.finish_reason == "abort":
                             raise ended_early(delta.stop_reason)
                         yield delta
-        except (ValueError, Overloaded, DeadlineExceeded, EngineDeadError) as error:
+        except (ValueError, Overloaded, DeadlineExceeded, EngineDeadError, PartFailed) as error:
             raise refusal(error) from error
 
     async def prepare(self) -> None:
@@ -138,7 +139,7 @@ def refusal(error: Exception) -> ApiError:
         return ApiError(429, str(error), None, "rate_limit_exceeded", error.retry_after_s)
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, f"{error} (--request-timeout)")
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, (EngineDeadError, PartFailed)):
         return ApiError(500, str(error))
     # the engine's own name of a request means nothing to a client
     return bad_request(re.sub(r"^request \S+: ", "n: got ", str(error)))

@@ -18,7 +18,62 @@ from tests.exercises.checks_l11_runner import (  # noqa: F401 (pytest finds them
     test_refuses,
 )
 
-# ---------------------------------------------------------------- 11.1 which batch sizes to capture
+# ---------------------------------------------------------------- 11.1 predict
+
+STEP_CASES = {  # name: (arguments, the answer, why)
+    "example": ((1000, 9.6e9, 1e5, 4800, 10, 4.8e12), (6000.0, 3000.0, 40), "the docstring's"),
+    "llama_3_8b": (
+        (970, 15.0e9, 131072, 4096, 1, 4.8e12),
+        (5820.0, 3236.848106666667, 25),
+        "one sequence: launch-bound; from 25 on the bytes take longer",
+    ),
+    "bandwidth_bound": (
+        (970, 15.0e9, 131072, 4096, 64, 4.8e12),
+        (10283.278826666667, 10283.278826666667, 25),
+        "at 64 sequences a graph gains nothing",
+    ),
+    "tiny": (
+        (190, 2.4e7, 6144, 512, 1, 4.8e12),
+        (1140.0, 12.0, 1732),
+        "both are bound by launches",
+    ),
+    "already_bound": (
+        (10, 4.8e9, 1e5, 100, 3, 4.8e12),
+        (1006.25, 1006.25, 1),
+        "the weights alone take longer: from batch 1 on",
+    ),
+    "exactly": ((1000, 0.0, 4.8e5, 100, 60, 4.8e12), (6000.0, 600.0, 600), "equal is enough"),
+    "slow_launch": (
+        (100, 4.8e8, 4.8e4, 100, 10, 4.8e12, 20.0, 300.0),
+        (2000.0, 300.0, 1900),
+        "costs come from the caller",
+    ),
+}
+
+
+@check("11.1", {case: why for case, (*_, why) in STEP_CASES.items()}, seconds=5)
+def test_step_us(impl, case, seed):
+    numbers, want, _ = STEP_CASES[case]
+    names = (
+        "num_launches",
+        "weight_bytes",
+        "kv_bytes_per_token",
+        "context",
+        "batch",
+        "memory_bytes_per_s",
+        "launch_us",
+        "graph_us",
+    )
+    got = call(impl, dict(zip(names, numbers)))
+    assert isinstance(got, tuple) and len(got) == 3, (
+        f"your result is {got!r}, expected a tuple of three numbers"
+    )
+    for what, mine, right in zip(("µs launched one by one", "µs as a graph"), got, want):
+        assert_equal(mine, right, rtol=1e-9, label=what)
+    assert_equal(got[2], want[2], label="the batch from which on a graph gains nothing")
+
+
+# ---------------------------------------------------------------- 11.2 which batch sizes to capture
 
 
 def padded_rows(steps, buckets):
@@ -74,13 +129,13 @@ BUCKET_CASES = {  # name: (steps, num_graphs, why)
 }
 
 
-@check("11.1", {case: why for case, (*_, why) in BUCKET_CASES.items()}, seconds=5)
+@check("11.2", {case: why for case, (*_, why) in BUCKET_CASES.items()}, seconds=5)
 def test_fewest_rows(impl, case, seed):
     steps, num_graphs, _ = BUCKET_CASES[case]
     assert_fewest_rows(impl, steps, num_graphs)
 
 
-@check("11.1", seconds=10)
+@check("11.2", seconds=10)
 def test_random_counts(impl, seed):
     """Held against trying all choices."""
     draw = random.Random(seed)
@@ -89,65 +144,10 @@ def test_random_counts(impl, seed):
         assert_fewest_rows(impl, steps, num_graphs)
 
 
-@check("11.1", seconds=10)
+@check("11.2", seconds=10)
 def test_many_sizes(impl, seed):
     """150 sizes, 20 graphs: trying all choices would take longer than the universe is old."""
     assert_fewest_rows(impl, dict.fromkeys(range(1, 151), 3), 20, fewest=3 * (10 * 28 + 10 * 21))
-
-
-# ---------------------------------------------------------------- 11.2 predict
-
-STEP_CASES = {  # name: (arguments, the answer, why)
-    "example": ((1000, 9.6e9, 1e5, 4800, 10, 4.8e12), (6000.0, 3000.0, 40), "the docstring's"),
-    "llama_3_8b": (
-        (970, 15.0e9, 131072, 4096, 1, 4.8e12),
-        (5820.0, 3236.848106666667, 25),
-        "one sequence: launch-bound; from 25 on the bytes take longer",
-    ),
-    "bandwidth_bound": (
-        (970, 15.0e9, 131072, 4096, 64, 4.8e12),
-        (10283.278826666667, 10283.278826666667, 25),
-        "at 64 sequences a graph gains nothing",
-    ),
-    "tiny": (
-        (190, 2.4e7, 6144, 512, 1, 4.8e12),
-        (1140.0, 12.0, 1732),
-        "both are bound by launches",
-    ),
-    "already_bound": (
-        (10, 4.8e9, 1e5, 100, 3, 4.8e12),
-        (1006.25, 1006.25, 1),
-        "the weights alone take longer: from batch 1 on",
-    ),
-    "exactly": ((1000, 0.0, 4.8e5, 100, 60, 4.8e12), (6000.0, 600.0, 600), "equal is enough"),
-    "slow_launch": (
-        (100, 4.8e8, 4.8e4, 100, 10, 4.8e12, 20.0, 300.0),
-        (2000.0, 300.0, 1900),
-        "costs come from the caller",
-    ),
-}
-
-
-@check("11.2", {case: why for case, (*_, why) in STEP_CASES.items()}, seconds=5)
-def test_step_us(impl, case, seed):
-    numbers, want, _ = STEP_CASES[case]
-    names = (
-        "num_launches",
-        "weight_bytes",
-        "kv_bytes_per_token",
-        "context",
-        "batch",
-        "memory_bytes_per_s",
-        "launch_us",
-        "graph_us",
-    )
-    got = call(impl, dict(zip(names, numbers)))
-    assert isinstance(got, tuple) and len(got) == 3, (
-        f"your result is {got!r}, expected a tuple of three numbers"
-    )
-    for what, mine, right in zip(("µs launched one by one", "µs as a graph"), got, want):
-        assert_equal(mine, right, rtol=1e-9, label=what)
-    assert_equal(got[2], want[2], label="the batch from which on a graph gains nothing")
 
 
 # ---------------------------------------------------------------- 11.3 no graph can replay it

@@ -428,7 +428,10 @@ def test_check_and_progress(mine, capsys, monkeypatch, tmp_path):
         text = capsys.readouterr().out
         assert status in text and ("because [of] this" in text) == (status in ("FAIL", "NOT RUN"))
     exercise_progress.print_progress()
-    assert "✗ 2.4" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    # of this lesson 2.1 alone is a part of the ladder, and the folder has no other lesson
+    assert "✗ 2.4" in text and "* 2.1◆" in text and "2.4◆" not in text
+    assert re.search(r"◆ a part of the ladder.*: 1 of \d+ are yours", text)
     spoiled = mine(("math.isqrt", "1 + math.isqrt"), folder="spoiled")
     monkeypatch.setattr(exercise_progress, "EXERCISES", spoiled)
     assert exercise_progress.status_now(entry) == "CHANGED"
@@ -570,7 +573,7 @@ def test_unknown_lesson(lesson, capsys):
 DROP_IN = """
 import json, sys
 from lessons.l02_naive_attention import naive
-from lessons.toolbox.exercises.loading import use_implementation
+from lessons.toolbox.exercises.drop_ins import use_implementation
 for folder in sys.argv[1:]:
     report = use_implementation(folder)
     print(json.dumps([next(row for row in report if row[0] == "2.1"), naive.attention.__module__]))

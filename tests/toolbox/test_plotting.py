@@ -426,3 +426,19 @@ def test_no_global_state_leaks_in_or_out(monkeypatch):
 def test_money_is_not_a_formula():
     fig = line_plot(title="costs $1 instead of $3")
     assert fig.get_suptitle() == "costs $1 instead of $3" and not fig._suptitle.get_parse_math()
+
+
+@pytest.mark.parametrize(
+    "sizes, shown",
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 16], [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16], [1, 2, 4, 8, 16]),
+        ([2**n for n in range(4, 15)], [16, 64, 256, 1024, 4096, 16384]),
+        ([3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23], [3, 7, 11, 15, 19, 23]),
+    ],
+)
+def test_of_many_sizes_powers_of_two_are_labelled(sizes, shown):
+    series = {"naive": ("naive", band([1.0] * len(sizes)))}
+    words = {"title": "a title", "xlabel": "size", "ylabel": "ms", "caption": CAPTION}
+    (ax,) = plotting.class_plot(sizes, series, **words).axes
+    assert list(ax.get_xticks()) == shown

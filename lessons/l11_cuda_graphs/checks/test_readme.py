@@ -12,7 +12,7 @@ from lessons.l11_cuda_graphs.lab.timeline import (
     recorded_step,
     with_fused_kernels,
 )
-from lessons.l11_cuda_graphs.lab.workload import TINY, step_bytes
+from lessons.l11_cuda_graphs.lab.workload import TINY, WIDE_CONTEXT, step_bytes, widened
 from lessons.l11_cuda_graphs.optimized import bucket_for
 from lessons.l11_cuda_graphs.simulator import SimulatedGraph
 from lessons.toolbox.proof.pages import pages
@@ -41,7 +41,8 @@ def test_the_examples_on_paper():
     small_us = 81 * (cost.kernel_us + cost.gap_us)
     assert f"81 · ({cost.kernel_us:g} + {cost.gap_us:g}) = {small_us:g} µs" in README
     first_us = cost.graph_us + cost.latency_us
-    assert f"{(first_us + small_us) / 1e3:.2f} ms in all" in README
+    alone_us = first_us + small_us
+    assert f"= {alone_us:g} µs, {alone_us / 1e3:.2f} ms in all" in README
     assert bucket_for(9, [1, 2, 4, 8, 16]) - 9 == 7
 
     x, factor = torch.tensor([1.0, 2.0, 3.0]), 10
@@ -61,6 +62,8 @@ def test_the_examples_on_paper():
     launches = len(recorded_step(TINY, 1, 512).launches)
     assert f"reads {read / 1e6:.0f} MB" in README and f"{launches} kernels" in README
     assert f"`{read / 4.8e12 * 1e6:.0f} µs`" in README and f"`{launches * 6e-3:.1f} ms`" in README
+    narrow, wide = (step_bytes(widened(size), 1, WIDE_CONTEXT, torch.float32) for size in (64, 256))
+    assert f"reads {wide / narrow:.0f} times the bytes" in README
 
 
 def test_what_the_museum_says_of_fusing_and_of_capturing():

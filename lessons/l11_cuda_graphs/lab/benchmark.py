@@ -65,7 +65,7 @@ def fused_captured(model, pool, inputs):
 
 
 def needs_gpu(model):
-    """`model`, if it lies on a GPU."""
+    """`model`, if it is on a GPU."""
     if model.device.type != "cuda":
         raise Unavailable("needs a GPU: on a CPU nothing is launched, so there is nothing to save")
     return model

@@ -57,7 +57,7 @@ def draw() -> ClassFigure:
     return gantt(
         rows,
         kinds=list(KINDS),
-        xlabel="µs from the begin of the step",
+        xlabel=f"the first {SHOWN_US:g} µs of the step",
         title=f"From {first} to {second} by fusing, to {third} by launching once: the GPU works "
         f"{busy_share(ways['fused, graph']):.0%} of the step instead of "
         f"{busy_share(ways['plain']):.0%}",

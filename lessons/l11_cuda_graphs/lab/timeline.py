@@ -58,7 +58,7 @@ class LaunchCost:
 @dataclass(frozen=True)
 class Span:
     """One kernel: launched by the CPU from cpu_start to cpu_end, run by the GPU from start to end;
-    µs from the step's begin.
+    µs from the start of the step.
     """
 
     name: str
@@ -74,7 +74,7 @@ def plain(model: Decoder) -> Decoder:
 
 
 def with_fused_kernels(model: Decoder) -> Decoder:
-    """Lesson 7's twin, with the kernels that a GPU runs, wherever the model lies."""
+    """Lesson 7's twin, with the kernels that a GPU runs, wherever the model is."""
     return fused(model, ops_of(lesson7))
 
 

@@ -19,8 +19,8 @@ HEADS = (3, 1, 64, 64)
 @pytest.mark.parametrize("options", [dict(num_splits=3), dict(split_size=20)])
 @pytest.mark.sample(3)
 def test_cuda_kernel_for_any_block_size(block_size, options, seed, proof):
-    """Lengths around a block and around the 16 keys of a round; an empty sequence. Blocks lie in
-    random order; what no sequence owns is NaN, and so is what lies behind a context.
+    """Lengths around a block and around the 16 keys of a round; an empty sequence. Blocks are in
+    random order; what no sequence owns is NaN, and so is what follows a context.
     """
     lengths = [0, 1, min(block_size + 1, 15), 16, 41]
     inputs = paged(lengths, block_size=block_size, heads=HEADS, seed=seed).decode
@@ -58,7 +58,7 @@ def test_cuda_kernel_on_hard_inputs(kind, seed, proof):
 
 @pytest.mark.cuda_cpp
 def test_cuda_bits_depend_on_the_sequence_alone(seed):
-    """Neither on where its blocks lie nor, in splits of a fixed size, on who else is there."""
+    """Neither on where its blocks are nor, in splits of a fixed size, on who else is there."""
     shuffled, ascending = (
         paged([50, 3], block_size=5, heads=HEADS, seed=seed, order=order).decode
         for order in ("random", "ascending")
@@ -84,7 +84,7 @@ def test_the_cuda_kernel_reads_float16_as_pytorch_does():
 
 @pytest.mark.compiler
 def test_cuda_compiles():
-    """Nothing is spilled and nothing lies in local memory; 128 registers let 4 blocks, 16 warps,
+    """Nothing is spilled and nothing is in local memory; 128 registers let 4 blocks, 16 warps,
     share an SM. K, V and q are loaded 16 bytes at once.
     """
     for report in check_cuda(SOURCE.read_text(encoding="utf-8"), CHIPS, "optimized.cu"):

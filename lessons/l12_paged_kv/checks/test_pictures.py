@@ -8,18 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from lessons.l12_paged_kv.lab import pictures, ragged
+from lessons.l12_paged_kv.lab import pictures, profile, ragged
 from lessons.l12_paged_kv.lab.pictures import counted_share
 from lessons.l12_paged_kv.lab.testing import paged
 from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_programs
-from lessons.l12_paged_kv.lab.workload import ALPACA, MAX_TOKENS, SHAREGPT, Mix, reports
+from lessons.l12_paged_kv.lab.workload import (
+    ALPACA,
+    MAX_TOKENS,
+    MEMORY_TOKENS,
+    SHAREGPT,
+    Mix,
+    reports,
+)
 from lessons.l12_paged_kv.more.waste import expected_empty_share, more_requests
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.measure.hardware import CHIPS
+from lessons.toolbox.measure.passes import passes_of, total_bytes
 from lessons.toolbox.proof.pages import pages
 
 ROOM = Path(__file__).parents[1]
+RESULTS = ROOM.parents[1] / "results"
 README = pages(ROOM)
 DRAW = [
     pictures.draw_tables,
@@ -93,6 +102,33 @@ def test_the_readme_quotes_the_formulas():
     for lengths in (short, long):
         assert f"{counted_share(lengths, 16):.1%}" in text
         assert f"{more_requests(lengths, MAX_TOKENS, 16):.1f} times" in text
+    assert f"A mean of 365 tokens gives {MAX_TOKENS / (365 + 7.5):.1f}." in text
+
+
+def test_the_readme_says_why_chats_gain_more_in_the_simulation():
+    found = reports(SHAREGPT)
+    reserved, blocks = (found[way].at_once for way in ("reserve 2048", "blocks of 16"))
+    exact = MEMORY_TOKENS / MAX_TOKENS
+    assert f"holds {reserved:.0f} reservations of {MAX_TOKENS}, not {exact:.1f}" in README
+    assert f"chats gain {blocks / reserved:.1f} times, and not the" in README
+
+
+def test_the_readme_counts_what_naive_moves():
+    """In the shapes of `make profile`; what it explains of the time is in those of the record."""
+    passes, kv_bytes = passes_of(profile.naive), 2 * profile.K[0, 0].nbytes * profile.LENGTHS.sum()
+    ratio = total_bytes(passes) / kv_bytes
+    assert f"operations move {ratio:.0f} times the bytes of K and V" in README
+    assert (
+        f"some {round(len(passes) / len(profile.LENGTHS), -1):.0f} operations a sequence" in README
+    )
+    record = json.loads((RESULTS / "h200" / "l12_batch.json").read_text(encoding="utf-8"))
+    slow = record["series"]["gather, then attend"]["points"][-1]["median_s"]
+    rest_us = 1e6 * (slow - ratio * record["floor_s"][-1])
+    each_us = rest_us / record["x"][-1] / (len(passes) / len(profile.LENGTHS))
+    assert f"The rest is `{each_us:.0f} µs` for each of some" in README
+    assert "explains a seventh" in README and ratio * record["floor_s"][-1] / slow == pytest.approx(
+        1 / 7, rel=0.1
+    )
 
 
 def test_the_excerpts_stand_in_the_sources():

@@ -3,7 +3,7 @@ reservations and in blocks.
 
     python -m lessons.toolbox.measure.bench 12
 
-On a CPU the work list of stand_ins.py stands for the kernel, which is interpreted and not timed.
+On a CPU the work list of stand_ins.py replaces the kernel, which is interpreted and not timed.
 """
 
 import random
@@ -55,7 +55,7 @@ def ragged_lengths(count: int) -> list[int]:
 
 def inputs_of(count: int, block_size: int, device: torch.device) -> tuple:
     """q: [B, Hq, D], k_cache, v_cache: [blocks, block_size, Hkv, D] and the step's batch, whose
-    blocks lie in random order.
+    blocks are in random order.
     """
     lengths = ragged_lengths(count)
     counts = [-(-n // block_size) for n in lengths]
@@ -96,8 +96,8 @@ def cuda_twin(q, k_cache, v_cache, batch):
 
 
 def contiguous(q, k_cache, v_cache, batch):
-    """PyTorch's attention over caches that lie padded side by side: what a table is compared with.
-    The copy is made before the clock runs.
+    """PyTorch's attention over caches that are padded side by side, which the table is compared
+    with. The copy is made before the clock runs.
     """
     keys, values = (padded(cache, batch) for cache in (k_cache, v_cache))
     row = torch.arange(keys.shape[2], device=q.device)
@@ -113,7 +113,7 @@ def contiguous(q, k_cache, v_cache, batch):
 
 
 def padded(cache: Tensor, batch) -> Tensor:
-    """[blocks, block_size, Hkv, D] -> [B, Hkv, longest, D], zeros behind the shorter ones."""
+    """[blocks, block_size, Hkv, D] -> [B, Hkv, longest, D], zeros after the shorter ones."""
     lens = batch.context_lens.tolist()
     rows = [naive.gathered(cache, batch.block_table[b], n) for b, n in enumerate(lens)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""What the tests of this lesson share: caches whose pages lie in random order, small models,
+"""What the tests of this lesson share: caches whose pages are in random order, small models,
 requests and histories of a block manager.
 """
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
-NO_BLOCK = 2**30  # what stands in a block table behind a sequence's blocks
+NO_BLOCK = 2**30  # the entries of a block table after a sequence's blocks
 
 
 class PagedInputs(NamedTuple):
@@ -61,7 +61,7 @@ def paged(
 ) -> PagedInputs:
     """Sequences of these lengths, of which the last `new` tokens are queries (None: one each).
 
-    heads: Hq, Hkv, D, Dv. Blocks lie in random order (or "ascending"). What no sequence uses is NaN
+    heads: Hq, Hkv, D, Dv. Blocks are in random order (or "ascending"). What no sequence uses is NaN
     in the caches and NO_BLOCK in the table, and K and V have strides of their own.
     """
     num_heads, num_kv_heads, head_dim, v_head_dim = heads

@@ -41,7 +41,7 @@ def draw_walk(lengths: list[int], block_size: int = 4, seed: int = 12) -> ClassF
         for key_ in range(length):
             owned[blocks[key_ // block_size], key_ % block_size] = True
     fig, axes = frame(
-        "Each program loads its own keys, wherever their pages lie, and nothing else",
+        "Each program loads its own keys, wherever their pages are, and nothing else",
         f"{source}; decode_kernel, K of one layer, pages of {block_size}",
         (9.5, 1.6 + 0.34 * num_blocks),
         widths=(1,) * len(lengths),

@@ -114,7 +114,7 @@ def test_the_order_of_the_free_list_shows_in_tight_pools(monkeypatch):
 
 
 def test_a_tree_without_branches_is_one_edge():
-    """What makes it a radix tree: a run of blocks that no prompt has parted is one node."""
+    """What makes it a radix tree: a run of blocks that no prompt has split is one node."""
     tree = RadixTree(2)
     tree.insert([1, 2, 3, 4, 5, 6], [0, 1, 2])
     (edge,) = tree.root.children.values()
@@ -212,7 +212,7 @@ def test_one_pass_computes_a_shared_block_once(seed):
 
 
 def test_positions_that_begin_anew_are_rejected(seed, monkeypatch):
-    """A planted slip: the tokens behind a known prefix run as if they stood at the beginning."""
+    """A planted slip: the tokens after a known prefix run as if they were at the beginning."""
     model, stem = new_model(torch.float32), new_prompts(20)[0]
     prompts = [stem, [*stem[:16], 3, 5, 7, 9]]
     right, step_batch = lesson2.generate(model, prompts, 8), loop.step_batch

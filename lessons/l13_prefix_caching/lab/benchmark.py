@@ -131,7 +131,7 @@ def shared_bytes(batch: int) -> int:
 BENCHMARKS = [
     Benchmark(
         name="l13_first_token",
-        title="Behind {x} known tokens the first token comes {speedup:.0f}x sooner",
+        title="After {x} known tokens the first token comes {speedup:.0f}x sooner",
         x_name="tokens of the known prefix",
         x_values=PREFIXES,
         quick_x_values=[64, 256],
@@ -167,7 +167,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l13_cascade",
-        title=f"{{x}} sequences behind {SHARED} shared tokens: {{speedup:.1f}}x faster together",
+        title=f"{{x}} sequences after {SHARED} shared tokens: {{speedup:.1f}}x faster together",
         x_name="sequences that share the prefix",
         x_values=BATCHES,
         quick_x_values=BATCHES[:3],

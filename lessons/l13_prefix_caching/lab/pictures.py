@@ -75,7 +75,7 @@ def draw() -> ClassFigure:
     ax.set_xlim(-1.2, 12.2)
     ax.set_ylim(3.1, -0.7)
     ax.axis("off")
-    looks = {"known": KNOWN, "computed": COMPUTED, "never full: not shared": PARTIAL}
+    looks = {"known": KNOWN, "computed": COMPUTED, "computed, not full: not shared": PARTIAL}
     key(ax, [Patch(facecolor=colour, label=name) for name, colour in looks.items()])
     return fig
 

@@ -44,7 +44,7 @@ def test_a_window_opens_a_wave_that_is_not_full():
 def test_a_window_is_waited_for():
     log = simulate("dynamic", arrivals((1, 1), (9, 1)), 2, one_second, max_wait_s=0.5)
     assert log.passes[0].start_s == 1.5
-    assert log.left_s == {0: 2.5, 1: 10}  # nobody comes after request 1, so it need not wait
+    assert log.left_s == {0: 2.5, 1: 10}  # no request comes after request 1, so it need not wait
 
 
 def test_a_place_is_filled_after_every_step():

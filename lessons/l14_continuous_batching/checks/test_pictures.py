@@ -126,6 +126,18 @@ def test_which_mixes_gain_more_than_ten_times():
         assert quoted in README and quoted in picture
 
 
+def test_geometric_lengths_gain_by_the_harmonic_numbers():
+    """E[max of B] / E[length], which many draws come near."""
+    for places, said in ((4, "2.1× on 4 places"), (32, "4.06×"), (64, "4.7× on 64")):
+        limit = sum(1 / place for place in range(1, places + 1))
+        quoted = said.split("×")[0]
+        digits = len(quoted.split(".")[1])
+        assert said in README and f"{limit:.{digits}f}" == quoted
+        drawn = workload.draw(workload.geometric(400), 200 * places, seed=14)
+        waves = [max(drawn[i : i + places]) for i in range(0, len(drawn), places)]
+        assert fmean(waves) / fmean(drawn) == pytest.approx(limit, rel=0.06)
+
+
 def test_waves_reach_a_third_of_the_tokens(monkeypatch):
     """Where more arrives than full places can answer, with the recorded cost of a step."""
     monkeypatch.setattr(pictures, "LOADS", (1.2,))

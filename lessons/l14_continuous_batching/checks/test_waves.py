@@ -44,7 +44,7 @@ def check_waves(kind: type, gaps) -> None:
         row: arrival.output_len for row, arrival in enumerate(trace)
     }, "an answer is too long or too short"
     waves = waves_of(log)
-    assert list(chain(*waves)) == list(range(len(trace))), "somebody overtook"
+    assert list(chain(*waves)) == list(range(len(trace))), "a request overtook another"
     free_s = 0.0  # when the wave before ended
     for wave in waves:
         starts = {log.token_s[row][0] - 1 for row in wave}
@@ -56,7 +56,7 @@ def check_waves(kind: type, gaps) -> None:
 
 
 def opens_s(kind: type, trace: list[Arrival], wave: list[int], free_s: float) -> float:
-    """When a wave has to open: full, or its window over, or nobody else to come."""
+    """When a wave has to open: full, or its window over, or no other request to come."""
     first, last_of_all = trace[wave[0]].arrival_s, trace[-1].arrival_s
     full = wave[0] + PLACES - 1
     reasons = [last_of_all]
@@ -94,7 +94,7 @@ class CountsFromTheNewest(DynamicScheduler):
 
 
 class CountsTheServed(DynamicScheduler):
-    """Keeps the arrivals of those who run, and opens the next wave too early."""
+    """Keeps the arrivals of those that run, and opens the next wave too early."""
 
     def schedule(self):
         return StaticScheduler.schedule(self)

@@ -27,6 +27,7 @@ from lessons.l15_chunked_prefill.lab.experiments import (
     trade_off,
     two_pools,
 )
+from lessons.l15_chunked_prefill.lab.films import block_film
 from lessons.l15_chunked_prefill.lab.virtual import new_request
 from lessons.l15_chunked_prefill.lab.workload import BUDGET, DECODES, arriving_prompt
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
@@ -76,6 +77,20 @@ def test_few_steps_have_more_than_4096_tokens_to_run():
         step.computed_tokens for step in simulate(mixed_trace(), ChunkedScheduler, 8192).passes
     ]
     assert 0 < sum(count > 4096 for count in tokens) < len(tokens) / 100
+
+
+def test_the_example_of_a_preemption():
+    """Step 8: who owns blocks in each step, and that no answer is lost."""
+    steps = block_film(ChunkedScheduler, [(3, 4), (3, 4)], 4, 2, 8).splitlines()
+    assert [step.split()[2] for step in steps[:3]] == ["AABB", "AABB", "AA·A"]
+    assert steps[4].endswith("B 5")
+
+
+def test_the_counts_of_the_quiz():
+    """Chunks of a prompt beside eight decodes and alone, and the time of a link."""
+    assert (2048 - 100, -(-32768 // (2048 - 8)), 32768 // 2048) == (1948, 17, 16)
+    assert 16 * (2048 - 8) == 32640 and "16 of them make 32,640" in README
+    assert f"{4096 * 131072 / 1e9:.2f} GB, so about {4096 * 131072 / 50e9 * 1e3:.0f} ms" in README
 
 
 def test_the_excerpts_of_the_readme_are_the_code():

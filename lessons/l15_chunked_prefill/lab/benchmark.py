@@ -55,8 +55,7 @@ def beside_the_last_chunk(runner, decodes, whole, last_chunk):
 BENCHMARKS = [
     Benchmark(
         name="l15_mixed_step",
-        title="A chunk of {x} tokens and eight decodes in one pass: {speedup:.2f}x faster than in "
-        "two",
+        title="A chunk of {x} tokens and eight decodes: one pass is {speedup:.2f}x as fast as two",
         x_name="tokens of the chunk",
         x_values=CHUNKS,
         quick_x_values=CHUNKS[:2],
@@ -74,8 +73,8 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l15_worst_gap",
-        title=f"A prompt of {{x}} tokens arrives: in chunks of {BUDGET - DECODES}, the decodes "
-        "beside it wait {speedup:.1f}x shorter",
+        title="A whole prompt of {x} tokens: decodes wait {speedup:.1f}x as long as beside chunks "
+        f"of {BUDGET - DECODES}",
         x_name="tokens of the prompt that arrives",
         x_values=PROMPTS,
         quick_x_values=PROMPTS[:2],

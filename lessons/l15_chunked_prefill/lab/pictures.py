@@ -53,9 +53,8 @@ def draw_spike(chunked: int = BUDGET) -> ClassFigure:
     logs = {budget: long_prompt(budget) for budget in ways}
     worst = {budget: 1e3 * max(gaps_s(log, range(8))) for budget, log in logs.items()}
     fig, ax = frame(
-        f"A prompt of {LONG_PROMPT // 1024}k tokens stops eight running answers for "
-        f"{worst[None]:.0f} ms; in {long_prompt_steps(logs[chunked])} chunks for "
-        f"{worst[chunked]:.0f} ms at most",
+        f"A {LONG_PROMPT // 1024}k prompt stops eight answers for {worst[None]:.0f} ms; in "
+        f"{long_prompt_steps(logs[chunked])} chunks for {worst[chunked]:.0f} ms at most",
         f"{MODEL} · eight decodes",
         (10, 5.0),
     )
@@ -64,7 +63,7 @@ def draw_spike(chunked: int = BUDGET) -> ClassFigure:
         role, label = ways[budget]
         colour, markers = ROLES[role][:2]
         times, gaps = zip(*gaps_over_time(log))
-        # The value at a token holds back to the token before it.
+        # A step begins at the token before and ends at the token that it is about.
         look = {"drawstyle": "steps-pre", "marker": markers[0], "ms": 4, "lw": 1.2}
         ax.plot(times, gaps, color=colour, ls=ROLES[role].dash, **look)
         labels.append((times[-1], gaps[-1], label, colour))
@@ -85,9 +84,8 @@ def draw_trade_off() -> ClassFigure:
     points = trade_off()
     (least, *_, (most, first_s, gap_s)) = points
     fig, ax = frame(
-        f"From a budget of {least[0]} to {most} tokens the median first token comes "
-        f"{1e3 * (least[1] - first_s):.0f} ms earlier, and the 99th percentile of the gaps grows "
-        f"{gap_s / least[2]:.0f}x",
+        f"Budget {most}, not {least[0]}: median first token {1e3 * (least[1] - first_s):.0f} ms "
+        f"earlier, 99th percentile of gaps {gap_s / least[2]:.0f}x",
         f"{MODEL} · 120 requests at 6 a second",
         (10, 5.2),
     )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lessons.l17_tree_speculation.lab import pictures
 from lessons.l17_tree_speculation.lab.experiments import (
@@ -18,6 +19,7 @@ from lessons.l17_tree_speculation.lab.experiments import (
     typical_bias,
 )
 from lessons.l17_tree_speculation.lab.workload import KINDS, is_there
+from lessons.l17_tree_speculation.naive import accept_among
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree, expected_tokens, full_tree
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.proof.pages import pages
@@ -105,3 +107,25 @@ def test_the_excerpts_of_the_readme_are_the_code():
 def test_pictures_fit_their_frame(name):
     figure = getattr(pictures, f"draw_{name}")()
     assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_the_numbers_of_the_derivation_and_the_quiz():
+    """The bottleneck, steps 6, 8 and 10, and quiz items 4 and 5."""
+    tree = Tree((-1, 0, 0, 1))
+    assert round(0.6**-10) == 165
+    assert tree.table[3].tolist() == [3, 2, 0, 1]
+    p, q = torch.tensor([0.2, 0.2, 0.6]), torch.tensor([0.5, 0.25, 0.25])
+    assert accept_among(p, q, [0, 1], [0.39, 0.9])[0] == 0
+    place, rest = accept_among(p, q, [0, 1], [0.41, 0.0])
+    assert place == -1 and rest.tolist() == [0, 0, 1]
+    assert expected_tokens(tree, [[0.6, 0.2], [0.5]]) == pytest.approx(2.1)
+    assert f"{0.95**9:.2f}" == "0.63"
+    assert round(4 * (4096**2 + 4096) * 2 / 1e6) == 134
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curves_of_nodes_flatten_and_end_with_the_guesses_that_were_counted(kind):
+    entry = found_for(kind)
+    curve = dict(pictures.curve_of(entry))
+    assert len(entry["acceptance"]) == 4 and max(curve) <= 45
+    assert curve[max(curve)] < 1.08 * curve[16]

@@ -175,7 +175,7 @@ class EagleDraft(FeatureDraft):
 class MTPDraft(FeatureDraft):
     """DeepSeek-V3's module for multi-token prediction: EAGLE's pairs, with three norms.
 
-    Embeddings and features are of different sizes, so each half of the pair has a norm of its own.
+    Embeddings and features differ in magnitude, so each half of the pair has a norm of its own.
     The last norm makes of the layer's output what the target's last norm makes of its own: the
     shared head reads it, and so does this module when it is applied again for a further token.
 
@@ -199,7 +199,7 @@ class MTPDraft(FeatureDraft):
         self.norm = RMSNorm(size, eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable) -> Tensor:
-        # In this order, as eh_proj is named and stored. The report prints the other one.
+        # The embedding first, as eh_proj is named and stored. The report prints it second.
         both = [self.enorm(embeddings), self.hnorm(features)]
         x = self.eh_proj(torch.cat(both, dim=-1))
         return self.norm(self.layer(x, attend))

@@ -73,7 +73,7 @@ def tree_of(context_len: int, device: torch.device) -> tuple:
 
 
 def path_by_path(*inputs):
-    """Each node's way as its own sequence."""
+    """Each node's path as its own sequence."""
     return lambda: path_attention(*inputs).float()
 
 
@@ -111,7 +111,7 @@ BENCHMARKS = [
     Benchmark(
         name="l17_batch",
         title=(
-            "A tree of 16 nodes with a batch of {x}: {speedup:.2f}x the speed of one token a pass"
+            "{x} requests: EAGLE's tree of 16 nodes is {speedup:.2f}x as fast as one token a pass"
         ),
         x_name="requests of a batch",
         x_values=[1, 2, 4, 8, 16],
@@ -131,7 +131,7 @@ BENCHMARKS = [
     ),
     Benchmark(
         name="l17_attention",
-        title="A tree of 34 nodes behind {x} tokens: one pass is {speedup:.0f}x faster than paths",
+        title="A tree of 34 nodes after {x} tokens: one pass is {speedup:.0f}x as fast as paths",
         x_name="context",
         x_values=[64, 256, 1024, 4096] + ([16384] if ON_GPU else []),
         quick_x_values=[64, 1024],

@@ -119,8 +119,8 @@ def lost_probability(outputs: list[list[int]], kind: str, tree: Tree, requests: 
     """The total variation between what typical acceptance emits next and what the target would,
     mean over the places of some answers at which heads have something to read.
 
-    Behind a text the rule is certain where a guess of the root passes: all of the probability goes
-    to one token, and 1 - p of it is in the wrong place. Where no guess passes, nothing is.
+    Where a guess of the root passes, the rule is certain: all of the probability goes to one token,
+    and 1 - p of it is in the wrong place. Where no guess passes, nothing is.
     """
     target, heads, _ = embedded_heads(kind)
     total, places = 0.0, 0
@@ -132,7 +132,7 @@ def lost_probability(outputs: list[list[int]], kind: str, tree: Tree, requests: 
         for place in range(len(prompt), len(text) - 1):
             p = probabilities(target.logits(hidden[place][None])[0], PLAIN, [], [])
             bound = min(rule.epsilon, rule.delta * float(torch.exp(-torch.special.entr(p).sum())))
-            # Whatever stands behind them, the first guess that passes decides most often.
+            # Deeper guesses may change this, but most often the first guess that passes decides.
             passing = [float(p[guess]) for guess in guesses[place - 1] if p[guess] > bound]
             total += 1 - passing[0] if passing else 0.0
             places += 1
@@ -195,7 +195,7 @@ def count_all() -> dict:
 
 
 def rounded(found):
-    """The same with four digits behind the point, so that the file can be read."""
+    """The same with four decimals, so that the file can be read."""
     if isinstance(found, dict):
         return {key: rounded(value) for key, value in found.items()}
     if isinstance(found, list):

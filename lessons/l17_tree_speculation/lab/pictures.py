@@ -15,7 +15,7 @@ import torch
 
 from lessons.l17_tree_speculation.lab.experiments import recorded
 from lessons.l17_tree_speculation.trees.accept import threshold
-from lessons.l17_tree_speculation.trees.tree import Tree
+from lessons.l17_tree_speculation.trees.tree import Tree, best_tree
 from lessons.toolbox.draw.figure import (
     GREY,
     PALETTE,
@@ -35,14 +35,15 @@ WORDS = ("in", "range", "self", "enum", "(", "s", ".")
 MASK_ALT = (
     "A tree of seven nodes: the root in, its children range, self and enum; after range an "
     "opening bracket and s, after self a point. Beside it the mask: each node sees the text before "
-    "it, the nodes on its way from the root, and itself."
+    "it, the nodes on its path from the root, and itself."
 )
 ANIMALS = ("cat", "dog", "bird", "fish", "ant")
 P = (0.4, 0.3, 0.15, 0.1, 0.05)
 GUESSES = (1, 2)  # dog first, then bird
 NODES_ALT = (
-    "Expected tokens a pass over the nodes of the best tree, for Medusa, EAGLE, MTP and EAGLE-3 "
-    "heads on the embedded model: all rise, and flatten from about 16 nodes on."
+    "Expected tokens a pass over the nodes of the best tree, at most 4 guesses deep, for Medusa, "
+    "EAGLE, MTP and EAGLE-3 heads on the embedded model: all rise, and flatten from about 16 nodes "
+    "on."
 )
 NAMES = {"medusa": "Medusa", "eagle": "EAGLE", "mtp": "MTP", "eagle3": "EAGLE-3"}
 
@@ -67,9 +68,10 @@ def draw_mask(tree: Tree = EXAMPLE, words: tuple[str, ...] = WORDS) -> ClassFigu
     """The tree, and which key each node sees: the text in front is one column."""
     entries = int((tree.table > 0).sum())
     fig, ax = frame(
-        f"{len(tree)} nodes in one pass: each sees its own path, {entries} of "
-        f"{len(tree) ** 2} pairs, and no sibling",
-        "left: the guesses after “for i in”; right: rows are queries, columns keys",
+        f"{len(tree)} nodes in one pass: each sees its own path and no sibling, {entries} of "
+        f"{len(tree) ** 2} pairs",
+        "left: the guesses after “for i in”; right: rows are queries, columns keys, "
+        "grey the cached text",
         (10, 4.8),
     )
     ax.set_axis_off()
@@ -127,8 +129,7 @@ def draw_typical(p=P, guesses=GUESSES) -> ClassFigure:
     typical = emitted_typically(p, guesses)
     distance = float((p - typical).abs().sum()) / 2
     fig, ax = frame(
-        f"Typical acceptance moves {distance:.1f} of the probability to another word, exact "
-        "acceptance none",
+        f"Typical acceptance moves {distance:.1f} of the probability, exact acceptance none",
         f"a head guesses {' and '.join(ANIMALS[guess] for guess in guesses)}; "
         f"threshold {float(threshold(p, 0.09, 0.3)):.3f}",
         (10, 4.8),
@@ -147,28 +148,38 @@ def draw_typical(p=P, guesses=GUESSES) -> ClassFigure:
     return fig
 
 
+def curve_of(entry: dict) -> list[tuple[int, float]]:
+    """(nodes, expected tokens a pass) of the best trees of one kind of heads. A tree ends where no
+    counted guess is left, so it may have fewer nodes than were allowed.
+    """
+    curve = {}
+    for allowed, tokens in entry["expected"].items():
+        curve[len(best_tree(entry["acceptance"], int(allowed)))] = tokens
+    return sorted(curve.items())
+
+
 @style()
 def draw_nodes(found: dict | None = None) -> ClassFigure:
     """Expected tokens a pass over the number of nodes, from the counted acceptances."""
     found = found or recorded()
-    best = max(found["kinds"], key=lambda kind: found["kinds"][kind]["expected"]["64"])
-    few, many = (found["kinds"][best]["expected"][nodes] for nodes in ("16", "64"))
+    curves = {kind: curve_of(entry) for kind, entry in found["kinds"].items()}
+    best = max(curves, key=lambda kind: curves[kind][-1][1])
+    few, (most, many) = dict(curves[best])[16], curves[best][-1]
     fig, ax = frame(
-        f"{NAMES[best]}: 16 nodes give {few:.1f} tokens a pass, 64 nodes {many:.1f}, so few are "
-        "enough",
-        "computed from counted acceptances, greedy, held-out code, models/tiny",
+        f"{NAMES[best]}: 16 nodes give {few:.1f} tokens a pass, {most} nodes only {many:.1f}",
+        f"at most {len(found['kinds'][best]['acceptance'])} guesses deep · computed from counted "
+        "acceptances, greedy, held-out code, models/tiny",
         (10, 4.8),
     )
     labels = []
-    for (kind, entry), colour, marker in zip(found["kinds"].items(), PALETTE, "osD^"):
-        nodes = [int(count) for count in entry["expected"]]
-        tokens = list(entry["expected"].values())
+    for (kind, curve), colour, marker in zip(curves.items(), PALETTE, "osD^"):
+        nodes, tokens = zip(*curve)
         ax.plot(nodes, tokens, color=colour, marker=marker)
         labels.append((nodes[-1], tokens[-1], NAMES[kind], colour))
     ax.axhline(1, color=GREY, lw=1, ls=":")
-    labels.append((64, 1, "plain decoding", GREY))
+    labels.append((most, 1, "plain decoding", GREY))
     ax.set_xscale("log", base=2)
-    ax.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+    ax.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
     ax.set_xlabel("nodes of the tree, the root among them")
     ax.set_ylabel("tokens a pass (higher is better)")
     ax.set_ylim(0, None)

@@ -35,8 +35,8 @@ class Asked(NamedTuple):
     tokens: list[int]
 
     def behind(self, node: int) -> list[int]:
-        """The guesses on the way to a node. Where nothing was drawn any token will do, because that
-        node is never reached.
+        """The guesses on the path to a node. Where nothing was drawn any token will do, because
+        that node is never reached.
         """
         return [max(self.tokens[n], 0) for n in self.tree.path_to(node)[1:]]
 
@@ -51,7 +51,7 @@ class Rule(Protocol):
 
 
 def behind_each_node(asked: list[Asked]) -> tuple[list[Request], list[list[int]]]:
-    """For the rows of all trees: whose they are, and the guesses on their way."""
+    """For the rows of all trees: whose they are, and the guesses on their paths."""
     owners, behind = [], []
     for one in asked:
         owners += [one.request] * len(one.tree)
@@ -173,7 +173,7 @@ def residual_rows(p: Tensor, q: Tensor) -> Tensor:
 
 
 def child_table(asked: list[Asked]) -> Tensor:
-    """The children of each node of all trees, as rows of the batch: [R, most children], -1 behind
+    """The children of each node of all trees, as rows of the batch: [R, most children], -1 after
     the last.
     """
     most = max(1, *(len(c) for one in asked for c in one.tree.children))
@@ -222,7 +222,7 @@ def threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
 
 
 def longest_typical(one: Asked, p: Tensor, bound: Tensor) -> list[int]:
-    """The longest way whose guesses are all above the bound of their parent; the first of several.
+    """The longest path whose guesses are all above the bound of their parent; the first of several.
     p: [N, V], bound: [N].
     """
     best = (0,)

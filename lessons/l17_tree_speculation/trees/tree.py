@@ -72,12 +72,12 @@ class Tree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The way from the root to each leaf, both included."""
+        """The path from the root to each leaf, both included."""
         leaves = [node for node, children in enumerate(self.children) if not children]
         return tuple(self.path_to(leaf) for leaf in leaves)
 
     def path_to(self, node: int) -> tuple[int, ...]:
-        """The way from the root to a node, both included."""
+        """The path from the root to a node, both included."""
         path = []
         while node >= 0:
             path.append(node)
@@ -87,7 +87,7 @@ class Tree:
     @cached_property
     def table(self) -> Tensor:
         """[N, N] int8: at [i, j] how many tokens there are from j to i, both counted, if j is on
-        the way to i; otherwise 0. A node sees what is not 0. Its first column is its depth + 1.
+        the path to i; otherwise 0. A node sees what is not 0. The first column holds depth + 1.
         """
         table = torch.zeros(len(self), len(self), dtype=torch.int8)
         for node in range(len(self)):
@@ -132,9 +132,8 @@ def full_tree(widths: Sequence[int]) -> Tree:
 
 
 def tree_of_ranks(ranks: Sequence[tuple[int, ...]]) -> Tree:
-    """Medusa's and vLLM's notation: each node but the root as the way to it, a rank for each depth.
-    (0, 2) is the third best guess after the best first one. Nodes get numbers by depth, then by
-    rank.
+    """Medusa's notation: each node but the root as the path to it, a rank for each depth. (0, 2) is
+    the third best guess after the best first one. Nodes get numbers by depth, then by rank.
 
     Raises ValueError unless all ways differ, and each node's parent and better siblings are there.
     """

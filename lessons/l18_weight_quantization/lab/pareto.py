@@ -14,20 +14,20 @@ PARETO_ALT = (
     "others."
 )
 
-# {way: (its name, its colour, where the name stands beside the end of its line, in points)}
+# {way: (its name, its colour, where the name is, beside the end of its line, in points)}
 WAYS = {
     "rounding": ("INT4, rounded to nearest", PALETTE[5], (12, 0)),
     "AWQ": ("by AWQ", PALETTE[1], (12, 6)),
     "GPTQ": ("by GPTQ", PALETTE[0], (12, -7)),
 }
-# {format: (how many weights share a scale, where that stands beside the point of MARKED)}
+# {format: (how many weights share a scale, where that is, beside the point of MARKED)}
 SHARED = {
     "INT4, row": ("a row", (-10, 0)),
     "INT4 g128": ("128", (0, -26)),
     "INT4 g32": ("32", (-10, -10)),
 }
 MARKED = "GPTQ"
-# {name in the record: (label, where it stands beside the point)}, what is not on a line
+# {name in the record: (label, where it is, beside the point)}, what is not on a line
 POINTS = {
     "int4-tensor": ("INT4, one scale for a matrix", (10, 0)),
     "nf4-double": ("NF4, double", (-9, -13)),
@@ -60,8 +60,8 @@ def draw_pareto(found: dict | None = None) -> ClassFigure:
     fig, (few, many) = frame(
         f"INT4, groups of 128: GPTQ adds {loss['GPTQ']:.3f} nats to the loss, AWQ "
         f"{loss['AWQ']:.3f}, rounding {loss['rounding']:.3f}",
-        f"counted on models/tiny: {WINDOWS * WINDOW:,} tokens of held-out code; bars: 95 % by "
-        "resampling windows; on the line of GPTQ: how many weights share a scale",
+        f"models/tiny, {WINDOWS * WINDOW:,} tokens of held-out code; bars: 95 %; on GPTQ's line: "
+        f"weights that share a scale; smaller losses are drawn at {LEAST}",
         (11, 6),
         widths=(2.9, 1),
     )

@@ -50,8 +50,8 @@ GRIDS_ALT = (
 )
 FEEDBACK_ALT = (
     "The error of an output over two weights is a long, tilted valley. Rounding both weights to "
-    "the "
-    "nearest leaves it; after the first is rounded, the second moves along it before it is rounded."
+    "the nearest leaves it; after the first is rounded, the second moves along it before it is "
+    "rounded."
 )
 FLOOR_ALT = (
     "The least time of a decode step's matrix products over the batch on an H200: 4 bits win while "
@@ -183,11 +183,10 @@ def draw_feedback(correlation: float = 0.8) -> ClassFigure:
     """
     case = rounded_with_feedback((2.4, 1.35), correlation)
     fig, ax = frame(
-        f"Inputs with correlation {correlation:.1f}: the second weight moves from "
-        f"{case.weight[1]:.2f} to {case.moved[1]:.2f}, and the error falls from "
+        f"The second weight moves to {case.moved[1]:.2f}, and the error goes from "
         f"{case.nearest_error:.2f} to {case.feedback_error:.2f}",
-        "error: mean square of the output's change; inputs of variance 1; the codes are whole "
-        "numbers",
+        f"lines of equal error, the mean square of the output's change; inputs of variance 1 and "
+        f"correlation {correlation:.2f}; crosses: codes",
         (10, 5.6),
     )
     x, y = np.meshgrid(np.linspace(0.4, 4.2, 200), np.linspace(-0.3, 3.3, 200))
@@ -229,8 +228,7 @@ def draw_floor(chip: str = "h200") -> ClassFigure:
     data_sheet = CHIPS[chip]
     by = "FP8" if data_sheet.fp8_flops_per_s else "BF16, because it has no units for FP8"
     fig, ax = frame(
-        f"INT4 weights can be {gains[0]:.1f} times as fast at batch 1, and no faster than BF16 "
-        f"from batch {same} on",
+        f"INT4 can be {gains[0]:.1f}x as fast as BF16 at batch 1, no faster from batch {same} on",
         f"lower bounds from the data sheet of the {data_sheet.name}, predicted, not measured: "
         f"Llama-3-8B's layers, INT4 of 4.16 bits multiplied in BF16, FP8 in {by}",
         (10, 5.6),

@@ -65,11 +65,15 @@ class ParallelHead(nn.Module):
         self.linear, self.vocab_size, self.share, self.group = linear, vocab_size, share, group
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, vocab_size]
-        local = self.linear(x)  # [T, this rank's tokens]
-        missing = self.share - local.shape[-1]
+        return self.group.all_gather(self.local(x))[..., : self.vocab_size]
+
+    def local(self, x: Tensor) -> Tensor:
+        """Of this rank's tokens alone: [T, hidden_size] -> [T, share]."""
+        logits = self.linear(x)  # [T, this rank's tokens]
+        missing = self.share - logits.shape[-1]
         if missing:  # on the last rank, because a gather wants equal shapes
-            local = nn.functional.pad(local, (0, missing))
-        return self.group.all_gather(local)[..., : self.vocab_size]
+            logits = nn.functional.pad(logits, (0, missing))
+        return logits
 
 
 class SummedExperts(nn.Module):

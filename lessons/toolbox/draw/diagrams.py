@@ -134,7 +134,7 @@ def block_map(
     ax.set_yticks(np.arange(lines) + 0.5, range(0, lines * columns, columns))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("physical block = row + column; numbers in the cells: owner and logical block")
+    ax.set_xlabel("block's number = row + column; A2: block 2 of A's table, counted from 0")
     free = f"free: {num_blocks - len(holders)} of {num_blocks}"
     named = [
         Patch(**_fill(n, n // 7), label=f"{_letter(n)}: {owner}")

@@ -52,6 +52,7 @@ __all__ = [
 ]
 SLACK = 0.05  # a median this far beyond the physical limit is flagged: clock noise stays below it
 WIDE = 30  # values that span more than this need a log axis
+MOST_LABELS = 10  # of 11 pt, which fit the width
 LIMIT = ROLES["floor"].colour
 
 
@@ -134,7 +135,11 @@ def _scales(ax, x):
     """log2 over sizes, labelled where they were measured; log y where the data span over 30x."""
     if min(x) > 0:
         ax.set_xscale("log", base=2)
-    shown = x[:: -math.ceil(len(x) / 10)][::-1]  # ten labels of 11 pt fit the width
+    shown = x
+    if len(x) > MOST_LABELS:  # rather powers of two than every other size
+        powers = [size for size in x if size > 0 and math.log2(size).is_integer()]
+        shown = powers if len(powers) > 2 else x
+        shown = shown[:: -math.ceil(len(shown) / MOST_LABELS)][::-1]
     ax.set_xticks(shown, map(size_number, shown))
     ax.minorticks_off()
     low, high = ax.dataLim.intervaly

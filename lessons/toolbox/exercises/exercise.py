@@ -49,6 +49,7 @@ class Exercise:
     minutes: int
     difficulty: int  # 1 (a few lines) to 4 (an evening)
     replaces: str | None = None  # "module:function" that a solved exercise can stand in for
+    through: str | None = None  # "module:function" that gives it the arguments of what it replaces
 
     @property
     def lesson(self) -> str:
@@ -61,7 +62,13 @@ class Exercise:
 
 
 def exercise(
-    id: str, title: str, *, minutes: int, difficulty: int, replaces: str | None = None
+    id: str,
+    title: str,
+    *,
+    minutes: int,
+    difficulty: int,
+    replaces: str | None = None,
+    through: str | None = None,
 ) -> Callable:
     """Mark the function or class that a learner writes. Every argument is a literal, because the
     file is also read without importing it.

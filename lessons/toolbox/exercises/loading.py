@@ -1,11 +1,7 @@
-"""Load a learner's file, or say in one line why not; put solved exercises in the place of the
-lessons' functions.
-"""
+"""Load a learner's file, or say in one line why not."""
 
 import ast
-import importlib
 import importlib.util
-import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -16,7 +12,6 @@ from lessons.toolbox.exercises.exercise import (
     SOLUTIONS,
     Exercise,
     ExerciseError,
-    all_exercises,
     untouched_line,
 )
 
@@ -134,40 +129,3 @@ def describe(error: BaseException, path: Path) -> str:
 
 def _short(path: Path) -> str:
     return str(path).removeprefix(f"{ROOT}/")
-
-
-# ---------------------------------------------------------------- drop-ins
-
-
-def use_implementation(impl: str = "exercises") -> list[tuple[str, str, str]]:
-    """Put every solved drop-in exercise in the place of the lesson's function, wherever a lesson or
-    the reference imported it.
-
-    Returns (exercise id, "module:function" that it replaces, "used" or why not), one entry per
-    exercise with `replaces`. Solved means: no longer a stub. Whether it is right is for its checks,
-    and for the caller that compares the tokens. Call it once, before the work starts. Raises
-    ExerciseError for an unknown folder.
-    """
-    folder = folder_of(impl)
-    entries = [entry for entry in all_exercises() if entry.replaces]
-    return [(entry.id, entry.replaces, _install(folder, entry)) for entry in entries]
-
-
-def _install(folder: Path, entry: Exercise) -> str:
-    try:
-        yours = load_exercise(folder, entry)
-    except NotImplementedError as todo:
-        return f"not solved yet: {todo}"
-    except ExerciseError as error:
-        return f"cannot be loaded: {error}"
-    module_name, _, name = entry.replaces.partition(":")
-    original = getattr(importlib.import_module(module_name), name)
-    wanted, got = (", ".join(inspect.signature(f).parameters) for f in (original, yours))
-    if got != wanted:
-        return f"cannot stand in: it takes ({got}), the lesson calls it with ({wanted})"
-    for loaded_name, module in list(sys.modules.items()):
-        if loaded_name.startswith(("lessons.", "reference.")):
-            for attribute, value in list(vars(module).items()):
-                if value is original:
-                    setattr(module, attribute, yours)
-    return "used"

@@ -33,6 +33,7 @@ LOOKS = {
 }
 PROGRESS_FILE = ROOT / "build" / "progress.json"
 IN_A_LINE = 4  # exercises of the map
+PART = "◆"  # its solution runs in the ladder or the engine
 
 
 @dataclass
@@ -109,15 +110,24 @@ def print_progress() -> None:
     for file in [*dict.fromkeys(entry.file for entry in statuses), ""]:
         entries = [entry for entry in statuses if file in (entry.file, "")]
         left = [entry.minutes for entry in entries if statuses[entry] != PASS]
-        marks = [f"{LOOKS[statuses[entry]]} {entry.id}[/]" for entry in entries if file]
+        marks = [mark_of(entry, statuses[entry]) for entry in entries if file]
         name = f"{file[1:3]}  {file[4:-3].replace('_', ' ')}" if file else "all"
         done = f"{len(entries) - len(left)} of {len(entries)}"
-        lines = ["  ".join(marks[at : at + IN_A_LINE]) for at in range(0, len(marks), IN_A_LINE)]
+        lines = [" ".join(marks[at : at + IN_A_LINE]) for at in range(0, len(marks), IN_A_LINE)]
         table.add_row(name, "\n".join(lines), done, str(sum(left)))
     console.print(table)
     console.print(
         "  ".join(f"{look} {status}[/]" for status, look in LOOKS.items()) + " since its last check"
     )
+    parts = [status for entry, status in statuses.items() if entry.replaces]
+    own = sum(status not in (TODO, FAIL) for status in parts)
+    what = "a part of the ladder, the engine or what measures them"
+    console.print(f"{PART} {what}: {own} of {len(parts)} are yours")
+
+
+def mark_of(entry: Exercise, status: str) -> str:
+    """An exercise on the map."""
+    return f"{LOOKS[status]} {entry.id}{PART if entry.replaces else ' '}[/]"
 
 
 def export_progress(path: Path) -> None:

@@ -11,147 +11,11 @@ from tests.exercises.wrong import Answers
 
 answers = Answers()
 
-# ---------------------------------------------------------------- 11.1 which batch sizes to capture
-
-answers.slips(
-    "11.1",
-    """
-    one_too_many: One graph too many: the largest batch needs one of the num_graphs.
-    - for _ in range(num_graphs):
-    + for _ in range(num_graphs + 1):
-
-    one_too_few: One graph too few: you hold one back.
-    - for _ in range(num_graphs):
-    + for _ in range(max(num_graphs - 1, 1)):
-
-    descending: The best buckets, in descending order. Ascending is asked for.
-    - return best[len(sizes)][1]
-    + return best[len(sizes)][1][::-1]
-
-    largest_alone: One bucket for all: every small step pays for the largest.
-    - return best[len(sizes)][1]
-    + return best[len(sizes)][1][-1:]
-
-    ignores_counts: Every size counts once in yours. How many steps had it?
-    - count += steps[sizes[last]]
-    + count += 1
-
-    relative_waste: You minimise shares of the buckets; asked are padded rows.
-    - count = 0  # steps that the bucket sizes[last] pads
-    + count = waste = 0
-    - rows += count * (sizes[last] - sizes[last - 1])
-    + waste += count * (sizes[last] - sizes[last - 1])
-    - if last + 1 not in extended or rows < extended[last + 1][0]:
-    -     extended[last + 1] = rows, [*buckets, sizes[last]]
-    + shares = rows + waste / sizes[last]
-    + if last + 1 not in extended or shares < extended[last + 1][0]:
-    +     extended[last + 1] = shares, [*buckets, sizes[last]]
-    """,
-)
-
-
-def padding(steps, buckets):
-    """The rows of padding in all: each observed size runs in the smallest bucket that holds it."""
-    return sum(
-        count * (min(b for b in buckets if b >= size) - size) for size, count in steps.items()
-    )
-
-
-@answers.wrong("11.1", "These are powers of two. What does the server see?")
-def powers_of_two(steps, num_graphs):
-    top = max(steps)
-    return sorted({top, *(1 << n for n in range(top.bit_length()) if 1 << n < top)})[-num_graphs:]
-
-
-@answers.wrong("11.1", "Evenly spaced buckets. The counts say where the steps are.")
-def evenly_spaced(steps, num_graphs):
-    top = max(steps)
-    return sorted({math.ceil(top * (i + 1) / num_graphs) for i in range(num_graphs)})
-
-
-@answers.wrong("11.1", "The most frequent sizes alone: the largest batch finds no bucket.")
-def most_frequent(steps, num_graphs):
-    return sorted(sorted(steps, key=lambda size: -steps[size])[:num_graphs])
-
-
-@answers.wrong(
-    "11.1", "The largest and the most frequent others: a size that is rarer may save more rows."
-)
-def most_frequent_and_largest(steps, num_graphs):
-    top = max(steps)
-    others = sorted((size for size in steps if size != top), key=lambda size: -steps[size])[
-        : num_graphs - 1
-    ]
-    return sorted([top, *others])
-
-
-@answers.wrong(
-    "11.1",
-    "You add one bucket after the other, each the best then. The best pair need not hold the best "
-    "single one.",
-)
-def greedy(steps, num_graphs):
-    chosen = [max(steps)]
-    while len(chosen) < min(num_graphs, len(steps)):
-        chosen.append(
-            min((s for s in steps if s not in chosen), key=lambda s: padding(steps, [*chosen, s]))
-        )
-    return sorted(chosen)
-
-
-@answers.wrong("11.1", "You count padded steps; a step may pad many rows.")
-def counts_steps(steps, num_graphs):
-    sizes = sorted(steps)[-9:]
-    choices = (
-        c
-        for n in range(1, num_graphs + 1)
-        for c in itertools.combinations(sizes, n)
-        if c[-1] == sizes[-1]
-    )
-    return list(min(choices, key=lambda c: sum(steps[s] for s in steps if s not in c)))
-
-
-@answers.wrong(
-    "11.1", "You try every choice. With 150 sizes and 20 graphs there are 10^24 of them."
-)
-def tries_everything(steps, num_graphs):
-    choices = (
-        c
-        for n in range(1, num_graphs + 1)
-        for c in itertools.combinations(sorted(steps), n)
-        if c[-1] == max(steps)
-    )
-    return list(min(choices, key=lambda buckets: padding(steps, buckets)))
-
-
-@answers.alternative("11.1")
-def from_the_largest_down(steps, num_graphs):
-    """Recursion over what is left, with a memory."""
-    sizes, known = sorted(steps), {}
-
-    # sizes[:upto + 1] in at most `graphs` buckets, the largest of them sizes[upto]
-    def best(upto, graphs):
-        if upto < 0:
-            return 0, ()
-        if graphs == 0:
-            return math.inf, ()
-        if (upto, graphs) not in known:
-            found, rows = (math.inf, ()), 0
-            for first in range(upto, -1, -1):
-                rows += steps[sizes[first]] * (sizes[upto] - sizes[first])
-                below, buckets = best(first - 1, graphs - 1)
-                found = min(found, (rows + below, (*buckets, sizes[upto])))
-            known[upto, graphs] = found
-        return known[upto, graphs]
-
-    return list(best(len(sizes) - 1, num_graphs)[1])
-
-
-# ---------------------------------------------------------------- 11.2 predict
+# ---------------------------------------------------------------- 11.1 predict
 
 
 answers.slips(
-    "11.2",
+    "11.1",
     """
     adds: Launches and bytes overlap: the longer of the two counts, not their sum.
     - max(launches_us, bytes_us), max(graph_us, bytes_us)
@@ -206,7 +70,7 @@ answers.slips(
 )
 
 
-@answers.alternative("11.2")
+@answers.alternative("11.1")
 def by_search(
     num_launches,
     weight_bytes,
@@ -224,6 +88,142 @@ def by_search(
     while bytes_us(first) < num_launches * launch_us * (1 - 1e-12):
         first += 1
     return max(num_launches * launch_us, bytes_us(batch)), max(graph_us, bytes_us(batch)), first
+
+
+# ---------------------------------------------------------------- 11.2 which batch sizes to capture
+
+answers.slips(
+    "11.2",
+    """
+    one_too_many: One graph too many: the largest batch needs one of the num_graphs.
+    - for _ in range(num_graphs):
+    + for _ in range(num_graphs + 1):
+
+    one_too_few: One graph too few: you hold one back.
+    - for _ in range(num_graphs):
+    + for _ in range(max(num_graphs - 1, 1)):
+
+    descending: The best buckets, in descending order. Ascending is asked for.
+    - return best[len(sizes)][1]
+    + return best[len(sizes)][1][::-1]
+
+    largest_alone: One bucket for all: every small step pays for the largest.
+    - return best[len(sizes)][1]
+    + return best[len(sizes)][1][-1:]
+
+    ignores_counts: Every size counts once in yours. How many steps had it?
+    - count += steps[sizes[last]]
+    + count += 1
+
+    relative_waste: You minimise shares of the buckets; asked are padded rows.
+    - count = 0  # steps that the bucket sizes[last] pads
+    + count = waste = 0
+    - rows += count * (sizes[last] - sizes[last - 1])
+    + waste += count * (sizes[last] - sizes[last - 1])
+    - if last + 1 not in extended or rows < extended[last + 1][0]:
+    -     extended[last + 1] = rows, [*buckets, sizes[last]]
+    + shares = rows + waste / sizes[last]
+    + if last + 1 not in extended or shares < extended[last + 1][0]:
+    +     extended[last + 1] = shares, [*buckets, sizes[last]]
+    """,
+)
+
+
+def padding(steps, buckets):
+    """The rows of padding in all: each observed size runs in the smallest bucket that holds it."""
+    return sum(
+        count * (min(b for b in buckets if b >= size) - size) for size, count in steps.items()
+    )
+
+
+@answers.wrong("11.2", "These are powers of two. What does the server see?")
+def powers_of_two(steps, num_graphs):
+    top = max(steps)
+    return sorted({top, *(1 << n for n in range(top.bit_length()) if 1 << n < top)})[-num_graphs:]
+
+
+@answers.wrong("11.2", "Evenly spaced buckets. The counts say where the steps are.")
+def evenly_spaced(steps, num_graphs):
+    top = max(steps)
+    return sorted({math.ceil(top * (i + 1) / num_graphs) for i in range(num_graphs)})
+
+
+@answers.wrong("11.2", "The most frequent sizes alone: the largest batch finds no bucket.")
+def most_frequent(steps, num_graphs):
+    return sorted(sorted(steps, key=lambda size: -steps[size])[:num_graphs])
+
+
+@answers.wrong(
+    "11.2", "The largest and the most frequent others: a size that is rarer may save more rows."
+)
+def most_frequent_and_largest(steps, num_graphs):
+    top = max(steps)
+    others = sorted((size for size in steps if size != top), key=lambda size: -steps[size])[
+        : num_graphs - 1
+    ]
+    return sorted([top, *others])
+
+
+@answers.wrong(
+    "11.2",
+    "You add one bucket after the other, each the best then. The best pair need not hold the best "
+    "single one.",
+)
+def greedy(steps, num_graphs):
+    chosen = [max(steps)]
+    while len(chosen) < min(num_graphs, len(steps)):
+        chosen.append(
+            min((s for s in steps if s not in chosen), key=lambda s: padding(steps, [*chosen, s]))
+        )
+    return sorted(chosen)
+
+
+@answers.wrong("11.2", "You count padded steps; a step may pad many rows.")
+def counts_steps(steps, num_graphs):
+    sizes = sorted(steps)[-9:]
+    choices = (
+        c
+        for n in range(1, num_graphs + 1)
+        for c in itertools.combinations(sizes, n)
+        if c[-1] == sizes[-1]
+    )
+    return list(min(choices, key=lambda c: sum(steps[s] for s in steps if s not in c)))
+
+
+@answers.wrong(
+    "11.2", "You try every choice. With 150 sizes and 20 graphs there are 10^24 of them."
+)
+def tries_everything(steps, num_graphs):
+    choices = (
+        c
+        for n in range(1, num_graphs + 1)
+        for c in itertools.combinations(sorted(steps), n)
+        if c[-1] == max(steps)
+    )
+    return list(min(choices, key=lambda buckets: padding(steps, buckets)))
+
+
+@answers.alternative("11.2")
+def from_the_largest_down(steps, num_graphs):
+    """Recursion over what is left, with a memory."""
+    sizes, known = sorted(steps), {}
+
+    # sizes[:upto + 1] in at most `graphs` buckets, the largest of them sizes[upto]
+    def best(upto, graphs):
+        if upto < 0:
+            return 0, ()
+        if graphs == 0:
+            return math.inf, ()
+        if (upto, graphs) not in known:
+            found, rows = (math.inf, ()), 0
+            for first in range(upto, -1, -1):
+                rows += steps[sizes[first]] * (sizes[upto] - sizes[first])
+                below, buckets = best(first - 1, graphs - 1)
+                found = min(found, (rows + below, (*buckets, sizes[upto])))
+            known[upto, graphs] = found
+        return known[upto, graphs]
+
+    return list(best(len(sizes) - 1, num_graphs)[1])
 
 
 # ---------------------------------------------------------------- 11.3 a step that no graph can replay
