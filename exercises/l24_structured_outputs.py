@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=24
-# Generated from solutions/l24_structured_outputs.py, checksum 0afe5b7e8b04. Generating again never overwrites your edits.
+# Generated from solutions/l24_structured_outputs.py, checksum c00bfe106e97. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 24: which tokens may come next, and what a mask does to probabilities."""
 
@@ -19,7 +19,7 @@ from lessons.toolbox.exercises.exercise import exercise
     minutes=35,
     difficulty=3,
     replaces="lessons.l24_structured_outputs.optimized:new_mask",
-    through="reference.yours.masks:new_mask",
+    through="reference.ladder.yours.masks:new_mask",
 )
 def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
     """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).

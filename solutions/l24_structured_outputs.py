@@ -16,7 +16,7 @@ from lessons.toolbox.exercises.exercise import exercise
     minutes=35,
     difficulty=3,
     replaces="lessons.l24_structured_outputs.optimized:new_mask",
-    through="reference.yours.masks:new_mask",
+    through="reference.ladder.yours.masks:new_mask",
 )
 def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
     """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
