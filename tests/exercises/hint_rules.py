@@ -11,8 +11,8 @@ import re
 BROKEN_RULES = (
     (
         r"changed its argument `(\w+)`",
-        "`+=`, `{1}[...] =`, `append` and names that end in _ change what the caller holds: put the "
-        "result into a new tensor or list, or work on a copy",
+        "`+=`, `{1}[...] =`, `append` and names that end in _ change what the caller holds: put "
+        "the result into a new tensor or list, or work on a copy",
     ),
     (
         r"changed its argument|changed an argument",
@@ -242,10 +242,12 @@ EXCEPTIONS = (
     ),
     (
         r"arange's range must be a power of 2",
-        "tl.arange needs a power of two: take triton.next_power_of_2 of the size, and mask the rest",
+        "tl.arange needs a power of two: take triton.next_power_of_2 of the size, and mask the "
+        "rest",
     ),
     (
-        r"[Cc]annot broadcast|incompatible dimensions|could not be broadcast|shape mismatch: objects",
+        r"[Cc]annot broadcast|incompatible dimensions|could not be broadcast|"
+        r"shape mismatch: objects",
         "two tiles of that line have other shapes: write down both; [:, None] and [None, :] turn a "
         "vector into a column or a row",
     ),

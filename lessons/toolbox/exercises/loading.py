@@ -83,8 +83,8 @@ def load_exercise(folder: Path, entry: Exercise):
         )
     if borrowed := _borrowed(source, entry):
         raise ExerciseError(
-            f"{short_path(path)} imports {borrowed}, which holds the answer: write exercise {entry.id} "
-            "without it"
+            f"{short_path(path)} imports {borrowed}, which holds the answer: write exercise "
+            f"{entry.id} without it"
         )
     found = getattr(load_file(path), entry.name, None)
     if found is None:
