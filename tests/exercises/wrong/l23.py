@@ -195,6 +195,63 @@ def place_by_place(x, weight, pairs, tile_experts, router):
     return out
 
 
+@triton.jit
+def turned_kernel(
+    x_ptr,
+    weight_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    router_ptr,
+    out_ptr,
+    num_pairs,
+    size,
+    num_outputs,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a tile, the product turned round: an expert's rows times x, [N, 16 pairs]. A tile
+    that is not used has no pair.
+    """
+    tile, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    expert = tl.load(tile_experts_ptr + tile)
+    pair = tl.load(pairs_ptr + tile * BLOCK + lane)
+    is_pair = (pair < num_pairs) & (expert >= 0)
+    matrix = weight_ptr + tl.maximum(expert, 0) * num_outputs * size
+    router = tl.load(router_ptr + pair, mask=is_pair, other=0.0)
+    for first in range(0, num_outputs, BLOCK):
+        n = first + lane
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for start in range(0, size, BLOCK):
+            k = start + lane
+            w_at, x_at = n[:, None] * size + k[None, :], pair // TOP_K * size
+            w_mask = (n < num_outputs)[:, None] & (k < size)[None, :]
+            x_mask = is_pair[None, :] & (k < size)[:, None]
+            w = tl.load(matrix + w_at, mask=w_mask, other=0.0)
+            x = tl.load(x_ptr + x_at[None, :] + k[:, None], mask=x_mask, other=0.0)
+            total = tl.dot(w, x * router[None, :], total, input_precision="ieee")
+        out_at = pair[None, :] * num_outputs + n[:, None]
+        tl.store(out_ptr + out_at, total, mask=is_pair[None, :] & (n < num_outputs)[:, None])
+
+
+@answers.alternative("23.1")
+def turned_round(x, weight, pairs, tile_experts, router):
+    out = x.new_zeros(router.numel(), weight.shape[1])
+    turned_kernel[(len(tile_experts),)](
+        x,
+        weight,
+        pairs,
+        tile_experts,
+        router,
+        out,
+        router.numel(),
+        x.shape[1],
+        weight.shape[1],
+        TOP_K=router.shape[1],
+        BLOCK=16,
+    )
+    return out
+
+
 # ---------------------------------------------------------------- 23.2 experts on other ranks
 
 answers.slips(
