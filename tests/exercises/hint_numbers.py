@@ -59,7 +59,11 @@ def hint_of_number(got: float, want: float, numbers: dict[str, float]) -> str | 
         if ratio > 0 and clean <= 1024 and math.isclose(clean, round(clean), rel_tol=1e-6):
             return f"yours is {factor_in_words(ratio, {})} the expected value"
     for name, value in numbers.items():
-        if abs(value) >= 3 and math.isclose(abs(got - want), abs(value), rel_tol=1e-9):
+        if (
+            abs(value) >= 3
+            and list(numbers.values()).count(value) == 1
+            and math.isclose(abs(got - want), abs(value), rel_tol=1e-9)
+        ):
             return f"yours is {value:g} too {'large' if got > want else 'small'}: {name}?"
     return None
 
@@ -73,9 +77,12 @@ def factor_in_words(ratio: float, numbers: dict[str, float]) -> str:
 
 
 def _named_factor(ratio: float, numbers: dict[str, float]) -> str | None:
-    """A factor that is one of the numbers given, or its root: `1/8 of (q.shape[2])`."""
+    """A factor that is one of the numbers given, or its root: `1/8 of (q.shape[2])`; None if it is
+    two of them, because nobody knows which.
+    """
+    values = list(numbers.values())
     for name, value in numbers.items():
-        if value < 3:
+        if value < 3 or values.count(value) > 1:
             continue  # 2 is everywhere
         for size, said in ((value, name), (value**0.5, f"the root of {name}")):
             if math.isclose(ratio, size, rel_tol=1e-5):

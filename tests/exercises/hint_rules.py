@@ -37,7 +37,7 @@ BROKEN_RULES = (
         "a store without the right mask: which lanes of the tile are padding, in each dimension?",
     ),
     (
-        r"out of bounds",
+        r"kernel \w+ out of bounds",
         "compare each index of that line with the size of its dimension: which lanes does the mask "
         "let through?",
     ),
@@ -79,9 +79,9 @@ WRONG_DTYPE = (
 # what Python, PyTorch, NumPy and Triton say; the class of the exception comes first
 EXCEPTIONS = (
     (
-        r"IndexError: index (\d+) is out of bounds for dimension \d+ with size (\d+)|"
-        r"IndexError: index (\d+) is out of bounds for axis \d+ with size (\d+)|"
-        r"RuntimeError: index (\d+) is out of bounds for dimension \d+ with size (\d+)",
+        r"IndexError: index (-?\d+) is out of bounds for dimension \d+ with size (\d+)|"
+        r"IndexError: index (-?\d+) is out of bounds for axis \d+ with size (\d+)|"
+        r"RuntimeError: index (-?\d+) is out of bounds for dimension \d+ with size (\d+)",
         "{2} entries have the indices 0 to {2} - 1: is the index one too large, or of another "
         "dimension?",
     ),
@@ -181,7 +181,7 @@ EXCEPTIONS = (
     ),
     (
         r"AttributeError: '(\w+)' object has no attribute '(\w+)'",
-        "a {1} has no `{2}`: is it set in __init__, and is it the object that you think?",
+        "{1} has no `{2}`: is it the object that you think, and does it have that name?",
     ),
     (
         r"TypeError: (\w+) indices must be integers",
@@ -190,8 +190,8 @@ EXCEPTIONS = (
     (
         r"TypeError: .*(?:positional argument|keyword argument|unexpected keyword|takes \d+|takes "
         r"no)",
-        "compare this call with the function's signature: the stub's arguments have to stay as "
-        "they are",
+        "compare that call with the signature of the function that it calls; an exercise's own "
+        "arguments have to stay as in its stub",
     ),
     (
         r"TypeError: '(\w+)' object is not (\w+)",

@@ -102,6 +102,7 @@ def test_a_factor_is_one_of_the_numbers_given():
     assert "36 times (num_layers?)" in hint(7200.0, 200.0, num_layers=36)
     assert "1/8 of (the root of q.shape[1]?)" in hint(GRID / 8, GRID, **{"q.shape[1]": 64})
     assert "1000 too large: prompt?" in hint(1041, 41, prompt=1000)
+    assert "5 times the expected value" in hint(200.0, 40.0, seconds=5, slo=5)  # which of them?
 
 
 @pytest.mark.parametrize("got, want", [(GRID.sin(), GRID.cos()), ([5, 9], [7, 2])])
@@ -141,6 +142,7 @@ def outcome(tmp_path, body, checks=None):
         ("return x @ x", "summed over has to be equal"),
         ("return x[3]", "3 entries have the indices 0 to 3 - 1"),
         ("return x[:, 0, 0]", "the tensor has 2 dimensions"),
+        ("return x[-4]", "3 entries have the indices 0 to 3 - 1"),
         ("return [1][window]", "the list is shorter"),
         ("return {}[window]", "2 is not in the dictionary"),
         ("return x.view(7, 2)", "a view keeps the number of elements: [7, 2]"),
