@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from solutions.l23_experts import planted_rows
+from solutions.l23_test_of_a_kernel import planted_rows
 from tests.exercises.checking import check, note
 
 TILE = 16

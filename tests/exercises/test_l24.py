@@ -310,8 +310,8 @@ def test_the_kernel_forbids(impl, seed):
     assert not loaded.any(), "your kernel loads logits: where a token goes, its bit alone decides"
     wrong = int(((stored > 0) != is_forbidden).sum())
     assert not wrong, (
-        f"your kernel stores to {int((stored > 0).sum())} logits, and {int(is_forbidden.sum())} are "
-        "forbidden: mask the store by the bits"
+        f"your kernel stores to {int((stored > 0).sum())} logits, and {int(is_forbidden.sum())} "
+        "are forbidden: mask the store by the bits"
     )
 
 

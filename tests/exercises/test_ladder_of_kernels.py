@@ -1,5 +1,5 @@
-"""The kernel exercises are a ladder: a mask first, then a pattern of loads, a body, the wrapper, and
-a test for a kernel that others wrote.
+"""The kernel exercises are a ladder: a mask first, then a pattern of loads, a body, the wrapper,
+and a test for a kernel that others wrote.
 """
 
 from lessons.toolbox.exercises.exercise import all_exercises, has_kernel

@@ -14,9 +14,8 @@ from lessons.toolbox.exercises.report import run_checks
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser("python -m lessons.toolbox.exercises", description=__doc__)
-    parser.add_argument(
-        "command", choices=("generate", "cells", "check", "progress", "kernels", "kills")
-    )
+    commands = ("generate", "cells", "check", "progress", "kernels", "kills", "otter")
+    parser.add_argument("command", choices=commands)
     parser.add_argument(
         "which", nargs="?", help="a lesson (02), or for check one exercise (2.1); default: all"
     )
@@ -44,6 +43,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.command == "kernels":
         print_ladder()
+        return 0
+    if options.command == "otter":
+        import nbformat
+
+        from lessons.toolbox.exercises.assignment import otter_notebook  # needs nbformat
+
+        print(nbformat.writes(otter_notebook(options.which or "")))
         return 0
     files = dict.fromkeys(entry.file for entry in all_exercises(options.which))
     if options.command == "generate":

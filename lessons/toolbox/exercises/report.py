@@ -30,12 +30,12 @@ def run_checks(which: str | int | None, impl: str = "exercises", again: str = ""
     entries, console = all_exercises(which), Console(highlight=False, soft_wrap=True)
     folder_of(impl)  # an unknown one is said at once
     with console.status("checking …"):
-        records = _records(entries, impl)
+        records = records_of(entries, impl)
     kernels = [e for e in entries if status_of(e, records) == PASS and has_kernel(e)]
     compiled = []
     if kernels and has_triton() and not has_gpu():
         with console.status("running the compiled kernels …"):
-            compiled = _records(kernels, impl, {CHIP: "90", "TRITON_INTERPRET": "0"})
+            compiled = records_of(kernels, impl, {CHIP: "90", "TRITON_INTERPRET": "0"})
     statuses = {}
     for entry in entries:
         statuses[entry] = _print_exercise(
@@ -86,7 +86,7 @@ def traffic_of(entry: Exercise, records: list[dict[str, str]]) -> str:
     )
 
 
-def _records(
+def records_of(
     entries: list[Exercise], impl: str, variables: dict[str, str] | None = None
 ) -> list[dict[str, str]]:
     """The properties that tests/exercises/conftest.py gives every check. Each exercise by itself if
@@ -108,7 +108,7 @@ def _records(
             cases = ElementTree.parse(report).iter("testcase")
             return [_record(case) for case in cases]
     if len(entries) > 1:
-        return [record for entry in entries for record in _records([entry], impl, variables)]
+        return [record for entry in entries for record in records_of([entry], impl, variables)]
     return [{"exercise": entries[0].id, "status": FAIL, "message": _why_it_broke_off(done)}]
 
 
