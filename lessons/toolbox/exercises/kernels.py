@@ -4,9 +4,9 @@
 
 `mask`: one load and one store of a few lines, which need a mask. `load`: a pattern of addresses, in
 two dimensions, with strides or of a packed format. `body`: the kernel, or the part of it that
-computes. `bugs`: a kernel that is given and wrong. `wrapper`: the launch too, with grid, block sizes,
-warps, strides and refusals. `test`: a test for kernels that others wrote. What is asked is read from the
-solution's gaps.
+computes. `bugs`: a kernel that is given and wrong. `wrapper`: the launch too, with grid, block
+sizes, warps, strides and refusals. `test`: a test for kernels that others wrote. What is asked is
+read from the solution's gaps.
 """
 
 import ast
