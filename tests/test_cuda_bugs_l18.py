@@ -58,8 +58,8 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.sample(4)
 def test_a_bug_in_the_tensor_core_product_is_caught(bug, tmp_path, monkeypatch, seed):
-    """Three tiles in two blocks, the last with one output; three stretches and a part of one for two
-    warps a tile; groups of 64 with zeros; a bias.
+    """Three tiles in two blocks, the last with one output; three stretches and a part of one for
+    two warps a tile; groups of 64 with zeros; a bias.
     """
     right, wrong, by = BUGS[bug]
     others = r"(?m)^W4A16\((?!w4a16_bf16_8_zeros).*$"

@@ -81,7 +81,7 @@ def test_the_order_of_the_codes_is_a_plain_loop(outputs, columns, seed):
     ],
 )
 def test_product(name, shape, warps, dtype, seed):
-    """Outputs and rows that fill no tile, each length of a group, with zeros and without, a bias."""
+    """Outputs and rows that fill no tile, each length of a group, with and without zeros."""
     rows, outputs, columns = shape
     weight = weights(name, outputs, columns, seed)
     x = draw("normal", (rows, columns), dtype=dtype, seed=seed + 1, device=DEVICE)

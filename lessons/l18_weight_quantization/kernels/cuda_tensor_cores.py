@@ -1,4 +1,4 @@
-"""Launches tensor_cores.cu: x · Wᵀ for 1 to 16 rows and codes of 4 bits in a tensor core's order."""
+"""Launches tensor_cores.cu: x · Wᵀ for 1 to 16 rows and 4-bit codes in a tensor core's order."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +45,8 @@ def w4a16_tensor_cores(
 ) -> Tensor:
     """x: [M, K] in bfloat16 or float16, M up to 16; bias: [N] or None -> [M, N] in x's dtype.
 
-    warps: None for those that fit the machine. Sums are float32. Raises ValueError, and RuntimeError where cuda.core is missing, on a CPU NVRTC.
+    warps: None for those that fit the machine. Sums are float32. Raises ValueError, and
+    RuntimeError where cuda.core is missing, on a CPU NVRTC.
     """
     check(x, weight, bias)
     if weight.order is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight, unpack
+from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight, pack, unpack
 
 OUTPUTS = 16  # of a tile, the rows of mma.sync
 UNIT = 64  # inputs whose codes a lane loads at once: 4 products of 16
@@ -22,10 +22,10 @@ STRETCH = 256  # inputs that a warp takes at once; rows are filled up to a multi
 class Fragments(QuantizedWeight):
     """A matrix of 4-bit codes, [N, K], for tensor cores.
 
-    codes: [tiles, units, 32 lanes, 4] int32: tiles = ⌈N / 16⌉, a unit is 64 inputs. Word s of lane 4g + t holds inputs
-    16t + 4s … 16t + 4s + 3 of outputs g and g + 8. scales: [tiles, groups, 8, 2] float16, output g
-    and g + 8 side by side. zeros: the same in uint8, or None. What fills up the last tile and the last
-    256 inputs is 0.
+    codes: [tiles, units, 32 lanes, 4] int32: tiles = ⌈N / 16⌉, a unit is 64 inputs. Word s of lane
+    4g + t holds inputs 16t + 4s … 16t + 4s + 3 of outputs g and g + 8. scales: [tiles, groups, 8,
+    2] float16, output g and g + 8 side by side. zeros: the same in uint8, or None. What fills up
+    the last tile and the last 256 inputs is 0.
     order: as in GroupedInt.
     """
 
@@ -63,8 +63,6 @@ def to_fragments(weight: GroupedInt) -> Fragments:
 
 def to_grouped(weight: Fragments) -> GroupedInt:
     """The inverse of `to_fragments`."""
-    from lessons.l18_weight_quantization.weights import pack
-
     rows, columns = weight.shape
     words = weight.codes.unflatten(2, (8, 4))  # [tiles, units, g, t, s]
     shifts = torch.tensor([[[0, 16], [8, 24]], [[4, 20], [12, 28]]], device=words.device)

@@ -1,4 +1,4 @@
-"""What two kernels for a few rows and 4-bit codes cost on an H200, counted from their compiled code:
+"""What two kernels for a few rows and 4-bit codes cost on an H200, counted from compiled code:
 Triton's quantized_matmul_kernel, and tensor_cores.cu, whose codes are in a tensor core's order.
 
     python -m lessons.l18_weight_quantization.lab.tensor_cores
