@@ -134,3 +134,36 @@ def add_lora_together(
         num_warps=tiles.num_warps,
     )
     return outs
+
+
+class Together:
+    """Layers that are called one after the other with the same x: the first call computes all.
+
+    layers: LoRALinears in the order in which they are called; their weights become slices of one
+    SliceWeights.
+    """
+
+    def __init__(self, layers: list):
+        num_slots, max_rank, size = layers[0].weights.a.shape
+        outputs = tuple(layer.out_features for layer in layers)
+        like = dict(dtype=layers[0].weights.a.dtype, device=layers[0].weights.a.device)
+        self.weights = SliceWeights.empty(num_slots, max_rank, size, outputs, **like)
+        self.layers = layers
+        self.asked = None  # (x, batch) of the first call
+        self.outs: dict[int, Tensor] = {}  # what the other layers have not been asked for yet
+        for layer, slice_weights in zip(layers, self.weights.layers()):
+            layer.weights, layer.together = slice_weights, self
+
+    def output_of(self, layer, x: Tensor, batch: AdapterBatch) -> Tensor | None:
+        """x: [T, K] -> [T, N] of one of the layers; None if the first one was called with another
+        x or batch, so that this one has to compute its own.
+        """
+        if layer is self.layers[0]:
+            outs = [each.base(x) for each in self.layers]
+            add_lora_together(outs, x, self.weights, batch)
+            self.asked, self.outs = (x, batch), dict(enumerate(outs))
+        is_same = self.asked is not None and self.asked[0] is x and self.asked[1] is batch
+        found = self.outs.pop(self.layers.index(layer), None) if is_same else None
+        if not self.outs:
+            self.asked = None  # so that x can be freed
+        return found

@@ -1,13 +1,19 @@
 """Proves the adapters of q, k and v in two launches."""
 
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l21_multi_lora import naive, optimized, together
-from lessons.l21_multi_lora.batch import AdapterBatch
+from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.kernels import slices as kernels
-from lessons.l21_multi_lora.lab.testing import DEVICE
+from lessons.l21_multi_lora.lab.testing import DEVICE, linears_of, random_adapter, tiny_model
+from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
 from lessons.l21_multi_lora.optimized import Tiles
+from lessons.l21_multi_lora.slots import AdapterSlots
 from lessons.l21_multi_lora.together import SliceWeights, add_lora_together
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.launches import watching_launches
@@ -61,9 +67,12 @@ def proved(outs, *others):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_each_slice_gets_its_own_adapters(dtype, seed):
+def test_each_slice_gets_its_own_adapters(dtype, seed, proof):
     """Other ranks in each slice, outputs that end within a tile, rows without an adapter."""
-    proved(*problem(dtype, seed=seed))
+    errors = proved(*problem(dtype, seed=seed))
+    for kernel in (kernels.shrink_slices_kernel, kernels.expand_slices_kernel):
+        for each in errors:
+            proof.record(kernel, each)
 
 
 @pytest.mark.parametrize("outputs", [(19, 35), (16,)])
@@ -161,3 +170,65 @@ def test_two_launches_instead_of_six(seed):
     with watching_launches(lambda name, tensors: both.append(name)):
         add_lora_together(outs, x, weights, batch, SMALL)
     assert len(one_by_one) == 6 and both == ["shrink_slices_kernel", "expand_slices_kernel"]
+
+
+# ---------------------------------------------------------------- in a model
+
+
+# Each launched twice a block: for q, k, v and for gate, up; for o and for down.
+KERNELS = ("shrink_slices_kernel", "expand_slices_kernel", "shrink_kernel", "expand_kernel")
+
+
+def note(names: Counter, name: str, tensors: dict) -> None:
+    names[name] += 1
+
+
+def twins_of(add_lora):
+    """(twin of a small model, its context, its slots, a batch of two adapters and none)."""
+    model, context = tiny_model(), AdapterContext()
+    twin = with_adapter_slots(model, context, 2, 4, add_lora)
+    slots = AdapterSlots(adapter_layers(twin))
+    first, second = (
+        slots.acquire(random_adapter(linears_of(model), seed=seed, rank=2 + seed))
+        for seed in range(2)
+    )
+    rows = AdapterBatch.of([first, -1, second, first], DEVICE)
+    return twin, context, rows
+
+
+def test_a_model_launches_for_neighbours_together():
+    """8 launches a block where there were 14, and the same logits as adapter by adapter."""
+    tokens, found = torch.tensor([5, 17, 3, 88], device=DEVICE), []
+    for add_lora in (naive.add_lora, optimized.add_lora):
+        twin, context, rows = twins_of(add_lora)
+        attend, names = whole_sequence(twin, len(tokens)), Counter()
+        with context.over(rows), watching_launches(partial(note, names)):
+            found.append(twin.logits(twin(tokens, attend)))
+        each = 2 * len(twin.layers) if add_lora is optimized.add_lora else 0
+        assert names == Counter(dict.fromkeys(KERNELS, each) if each else {})
+    assert torch.allclose(*found, atol=2e-5)
+
+
+def test_a_layer_called_with_another_x_computes_its_own():
+    """Also without the first layer's call, in a later step, and when it is called twice."""
+    twin, context, rows = twins_of(optimized.add_lora)
+    expected, _, _ = twins_of(naive.add_lora)
+    attention, definition = (model.layers[0].self_attn for model in (twin, expected))
+    x, y = torch.randn(2, 4, 32, device=DEVICE)
+    later = AdapterBatch.of([-1, 0, 1, 1], DEVICE)
+    for layer, given, batch in (
+        ("k_proj", x, rows),
+        ("q_proj", x, rows),
+        ("k_proj", y, rows),
+        ("v_proj", x, rows),
+        ("v_proj", x, rows),
+        ("q_proj", x, rows),
+        ("v_proj", x, later),
+        ("q_proj", y, later),
+        ("k_proj", y, later),
+    ):
+        with context.over(batch):
+            got = getattr(attention, layer)(given)
+        plain = getattr(definition, layer)
+        want = naive.add_lora(plain.base(given), given, plain.weights, batch)
+        assert torch.allclose(got, want, atol=1e-5), layer
