@@ -69,16 +69,10 @@ def add_lora_together(
     batch: AdapterBatch,
     tiles: Tiles | None = None,
 ) -> list[Tensor]:
-    """optimized.add_lora of each slice, in two launches instead of two each.
-
-    outs: [T, N] for each slice, the base products, which are added to; x: [T, K]. Returns outs.
-    Raises ValueError for operands that do not fit each other.
+    """optimized.add_lora of each slice, in two launches instead of two each; returns outs. outs:
+    [T, N] for each slice, the base products; x: [T, K]. Raises ValueError for what does not fit.
     """
-    layers = weights.layers()
-    if len(outs) != len(layers):
-        raise ValueError(f"outs: got {len(outs)}; accepted: {len(layers)}, one a slice")
-    for out, layer in zip(outs, layers):
-        check_add_lora(out, x, layer, batch)
+    check(outs, x, weights, batch)
     num_tiles = len(batch.tiles)
     if not num_tiles or not any(weights.outputs):
         return outs
@@ -110,8 +104,7 @@ def add_lora_together(
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
-    # A slice that is not there has no outputs, so no program has it.
-    missing = MOST_SLICES - num_slices
+    missing = MOST_SLICES - num_slices  # a slice that is not there has no outputs, so no program
     shown, outputs = outs + outs[:1] * missing, (*weights.outputs, *[0] * missing)
     num_output_tiles = sum(triton.cdiv(count, tiles.block_n) for count in outputs)
     expand_slices_kernel[num_tiles, num_output_tiles](
@@ -134,6 +127,15 @@ def add_lora_together(
         num_warps=tiles.num_warps,
     )
     return outs
+
+
+def check(outs: list[Tensor], x: Tensor, weights: SliceWeights, batch: AdapterBatch) -> None:
+    """Raise ValueError unless there is an out for each slice that check_add_lora accepts."""
+    layers = weights.layers()
+    if len(outs) != len(layers):
+        raise ValueError(f"outs: got {len(outs)}; accepted: {len(layers)}, one a slice")
+    for out, layer in zip(outs, layers):
+        check_add_lora(out, x, layer, batch)
 
 
 class Together:

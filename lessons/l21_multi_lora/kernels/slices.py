@@ -88,17 +88,13 @@ def expand_slices_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """As segments.expand_kernel, for three slices. One program: a tile of rows and of one slice's
-    outputs.
-
-    b: a slice's [S, max_rank, outputs], then the next one's; q, k, v: [num_rows, outputs] each, the
-    base products. A slice without outputs has no program.
+    """As segments.expand_kernel; a program has a tile of one slice's outputs. b: a slice's [S,
+    max_rank, outputs], then the next one's; q, k, v: [num_rows, outputs], the base products.
     """
     slot, place, row, is_row, count = rows_of_tile(order_ptr, tiles_ptr, tl.program_id(0), BLOCK_M)
-    # Which slice: tiles of q's outputs come first, then k's, then v's.
     layer, n_tile = 0, tl.program_id(1)
     out_ptr, num_outputs, stride_out = q_ptr, q_outputs, stride_q
-    before = tl.cast(0, tl.int64)  # outputs of the slices before
+    before = tl.cast(0, tl.int64)  # outputs of the slices before: q's tiles come first, then k's
     q_tiles, k_tiles = tl.cdiv(q_outputs, BLOCK_N), tl.cdiv(k_outputs, BLOCK_N)
     if n_tile >= q_tiles + k_tiles:
         layer, n_tile = 2, n_tile - q_tiles - k_tiles
