@@ -73,18 +73,16 @@ def add_lora_together(
     [T, N] for each slice, the base products; x: [T, K]. Raises ValueError for what does not fit.
     """
     check(outs, x, weights, batch)
-    num_tiles = len(batch.tiles)
-    if not num_tiles or not any(weights.outputs):
+    if not len(batch.tiles) or not any(weights.outputs):
         return outs
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
     tiles = tiles_for(x) if tiles is None else tiles
     (num_rows, size), (num_slices, num_slots, max_rank, _) = x.shape, weights.a.shape
     num_splits, block_r = triton.cdiv(size, tiles.split_k), block_of_ranks(max_rank)
     rank_blocks = triton.cdiv(max_rank, block_r)
     shape = num_slices, num_splits, num_rows, max_rank
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    shrink_slices_kernel[num_tiles, num_splits, num_slices * rank_blocks](
+    shrink_slices_kernel[len(batch.tiles), num_splits, num_slices * rank_blocks](
         x,
         weights.a,
         batch.order,
@@ -107,7 +105,7 @@ def add_lora_together(
     missing = MOST_SLICES - num_slices  # a slice that is not there has no outputs, so no program
     shown, outputs = outs + outs[:1] * missing, (*weights.outputs, *[0] * missing)
     num_output_tiles = sum(triton.cdiv(count, tiles.block_n) for count in outputs)
-    expand_slices_kernel[num_tiles, num_output_tiles](
+    expand_slices_kernel[len(batch.tiles), num_output_tiles](
         partials,
         weights.b,
         batch.order,

@@ -81,13 +81,11 @@ def expand_slices_kernel(
     max_rank,
     num_slots,
     num_splits,
-    stride_q,
-    stride_k,
-    stride_v,
+    stride_q, stride_k, stride_v,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-):
+):  # fmt: skip
     """As segments.expand_kernel; a program has a tile of one slice's outputs. b: a slice's [S,
     max_rank, outputs], then the next one's; q, k, v: [num_rows, outputs], the base products.
     """
