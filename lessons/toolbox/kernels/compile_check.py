@@ -67,9 +67,7 @@ def check_all(specs: Iterable[KernelSpec], chips: Iterable[int] | None = None) -
 
 
 def check_cuda(source: str, chips: Iterable[int] = CHIPS, name: str = "CUDA C++") -> list[Report]:
-    """Compile CUDA C++ with NVRTC through cuda.core, for each chip. Without it every report says
-    that it was not run.
-    """
+    """Compile CUDA C++ with NVRTC for each chip; without it no report was run."""
     return check_jobs([cuda_job(source, chip, name) for chip in chips])
 
 
