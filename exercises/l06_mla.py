@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=06
-# Generated from solutions/l06_mla.py, checksum 6f166fd0fa57. Generating again never overwrites your edits.
+# Generated from solutions/l06_mla.py, checksum 306bb3118c75. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 06: latent attention from its weights, a cache with absorbed weights, its
 numbers, three bugs.
@@ -68,7 +68,7 @@ def latent_attention(
     minutes=45,
     difficulty=3,
     replaces="lessons.l06_mla.optimized:read_absorbed",
-    through="reference.yours.latents:read_absorbed",
+    through="reference.ladder.yours.latents:read_absorbed",
 )
 class AbsorbedCache:
     """Latents of one sequence, and attention that never expands them, whether one token comes or a

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=16
-# Generated from solutions/l16_speculative_sampling.py, checksum 168fe6046184. Generating again never overwrites your edits.
+# Generated from solutions/l16_speculative_sampling.py, checksum 8da5ae619e0a. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 16: the speed-up predicted, a verification with bugs, a batch verified."""
 
@@ -36,7 +36,7 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
     minutes=25,
     difficulty=2,
     replaces="lessons.l16_speculative_sampling.stand_ins:verify_for",
-    through="reference.yours.speculation:verify_for",
+    through="reference.ladder.yours.speculation:verify_for",
 )
 def verify_one(p: Tensor, q: Tensor, drafted: list[int], u: Tensor) -> list[int]:
     """The tokens that one sequence emits in a step of speculative sampling.

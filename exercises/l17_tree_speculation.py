@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=17
-# Generated from solutions/l17_tree_speculation.py, checksum d9a09224b319. Generating again never overwrites your edits.
+# Generated from solutions/l17_tree_speculation.py, checksum a70dd074c02c. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 17: a tree in numbers, Medusa's heads trained, a verification with bugs, one
 path kept.
@@ -108,7 +108,7 @@ def verify_drawn(
     minutes=35,
     difficulty=3,
     replaces="lessons.l17_tree_speculation.runner:path_moves",
-    through="reference.yours.speculation:path_moves",
+    through="reference.ladder.yours.speculation:path_moves",
 )
 def keep_path(
     cache: Tensor,

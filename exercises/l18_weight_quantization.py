@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=18
-# Generated from solutions/l18_weight_quantization.py, checksum e72766ce062d. Generating again never overwrites your edits.
+# Generated from solutions/l18_weight_quantization.py, checksum 28fbabfed826. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 18: three grids for one matrix, two codes in a byte, GPTQ's error feedback,
 and a kernel that unpacks weights in registers.
@@ -56,7 +56,7 @@ def round_to_formats(
     minutes=40,
     difficulty=2,
     replaces="lessons.l18_weight_quantization.naive:dequantize_matmul",
-    through="reference.yours.formats:dequantize_matmul",
+    through="reference.ladder.yours.formats:dequantize_matmul",
 )
 class PackedLinear:
     """A linear layer whose matrix is stored as 4-bit codes.

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=19
-# Generated from solutions/l19_kv_quantization.py, checksum 1535e45c93e8. Generating again never overwrites your edits.
+# Generated from solutions/l19_kv_quantization.py, checksum 5821e58f1d48. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 19: what a smaller cache buys, activations of 8 bits, pages whose scales must
 grow, and the hook that reads 4 bits inside the decode kernel.
@@ -148,7 +148,7 @@ def load_int4(ptr, offset, column, mask, scale_ptr, slot):
     minutes=45,
     difficulty=3,
     replaces="lessons.l19_kv_quantization.pool:read_codes",
-    through="reference.yours.codes:read_codes",
+    through="reference.ladder.yours.codes:read_codes",
 )
 def int4_decode(
     q: Tensor,

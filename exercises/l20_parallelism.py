@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=20
-# Generated from solutions/l20_parallelism.py, checksum 1ce8a5afae31. Generating again never overwrites your edits.
+# Generated from solutions/l20_parallelism.py, checksum 5da965a12961. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
 
@@ -65,8 +65,8 @@ def attention_on_ranks(
     "The likeliest token, from local logits",
     minutes=25,
     difficulty=2,
-    replaces="lessons.l20_parallelism.greedy:likeliest",
-    through="reference.yours.ranks:likeliest",
+    replaces="lessons.l20_parallelism.shards.greedy:likeliest",
+    through="reference.ladder.yours.ranks:likeliest",
 )
 def greedy_on_ranks(
     local_logits: list[Tensor], vocab_size: int, ranks: Ranks

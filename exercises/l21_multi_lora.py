@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=21
-# Generated from solutions/l21_multi_lora.py, checksum e8c9b443fd4f. Generating again never overwrites your edits.
+# Generated from solutions/l21_multi_lora.py, checksum 9570914b9643. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 21: what an adapter costs, a matrix that changes its adapter, the kernel of
 mixed batches, and slots that are shared.
@@ -111,7 +111,7 @@ def lora_row_kernel(
     minutes=45,
     difficulty=3,
     replaces="lessons.l21_multi_lora.layers:add_lora_for",
-    through="reference.yours.adapters:add_lora_for",
+    through="reference.ladder.yours.adapters:add_lora_for",
 )
 def lora_rows(
     base: Tensor, x: Tensor, a: Tensor, b: Tensor, row_slots: Tensor, ranks: Tensor, scaling: Tensor

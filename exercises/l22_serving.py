@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum 8df1c10d9909. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum ba7a361d9ac4. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
@@ -78,7 +78,7 @@ class Wish(NamedTuple):
     minutes=35,
     difficulty=2,
     replaces="lessons.l22_serving.fair:FairQueue",
-    through="reference.yours.turns:fair_queue",
+    through="reference.ladder.yours.turns:fair_queue",
 )
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
-# Generated from solutions/l23_experts.py, checksum 4cb491a6830b. Generating again never overwrites your edits.
+# Generated from solutions/l23_experts.py, checksum 84bc6af8a142. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
 
@@ -46,7 +46,7 @@ def expert_rows_kernel(
     minutes=45,
     difficulty=3,
     replaces="lessons.l23_experts.grouped:experts",
-    through="reference.yours.experts:experts",
+    through="reference.ladder.yours.experts:experts",
 )
 def expert_rows(
     x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor

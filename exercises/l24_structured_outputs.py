@@ -1,7 +1,9 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=24
-# Generated from solutions/l24_structured_outputs.py, checksum 0afe5b7e8b04. Generating again never overwrites your edits.
+# Generated from solutions/l24_structured_outputs.py, checksum 6b4b27d76427. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 24: which tokens may come next, and what a mask does to probabilities."""
+"""Exercises of lesson 24: which tokens may come next, what a mask does to probabilities, and a
+kernel with its wrapper.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 @exercise(
@@ -19,7 +22,7 @@ from lessons.toolbox.exercises.exercise import exercise
     minutes=35,
     difficulty=3,
     replaces="lessons.l24_structured_outputs.optimized:new_mask",
-    through="reference.yours.masks:new_mask",
+    through="reference.ladder.yours.masks:new_mask",
 )
 def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
     """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
@@ -65,3 +68,46 @@ def two_chances(
     Guess first: which of the two columns does an engine give you?
     """
     raise NotImplementedError("Exercise 24.2: What a mask does to probabilities")
+
+
+@triton.jit
+def forbid_kernel(
+    logits_ptr,
+    words_ptr,
+    vocab_size,
+    stride_row,
+    stride_token,
+    stride_words,
+    stride_word,
+    BLOCK: tl.constexpr,
+):
+    """A program: BLOCK tokens of one row. Meaning as in `forbid` below; stride_row and stride_token
+    are those of logits, stride_words and stride_word those of words.
+    """
+    raise NotImplementedError("Exercise 24.3: Kernel and wrapper: forbid tokens in a batch")
+
+
+@exercise("24.3", "Kernel and wrapper: forbid tokens in a batch", minutes=60, difficulty=4)
+def forbid(logits: Tensor, words: Tensor) -> None:
+    """Write −inf, in place, to each logit whose token the words forbid; returns None.
+
+    logits: [B, V] float32, float16 or bfloat16. words: [B, ceil(V / 32)] int32; bit t % 32 of word
+    t // 32 of a row is 0 if its token t is forbidden. Both may have any strides, also between two
+    tokens, and other rows around them.
+
+    Nothing is done for you: the body of `forbid_kernel` above is yours, and so is this wrapper.
+    - One launch for all rows. BLOCK is a power of two, at most 4096. A row of the words may end
+      before the block does.
+    - grid: its first size may be up to 2**31 − 1, the second and third up to 65535. B may be
+      100000, and V 262144.
+    - num_warps is given in the launch, a power of two. A warp has 32 lanes, and each lane should
+      have 4 to 16 of the BLOCK tokens.
+    - B = 0 or V = 0: no launch, because a grid of size 0 is an error on a GPU.
+    - The kernel loads words alone, and stores to forbidden tokens alone. Nothing is copied.
+    Errors: ValueError, before anything is written, if logits is no [B, V] of these dtypes, or if
+    words is not int32 or has another shape. The message names the argument and its shape or dtype.
+
+    Example: B = 1, V = 3, words [[5]] = 2⁰ + 2²: tokens 0 and 2 are allowed
+        logits [[0.5, 2, 1]] become [[0.5, −inf, 1]]
+    """
+    raise NotImplementedError("Exercise 24.3: Kernel and wrapper: forbid tokens in a batch")

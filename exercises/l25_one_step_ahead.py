@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=25
-# Generated from solutions/l25_one_step_ahead.py, checksum 945c8b4d8793. Generating again never overwrites your edits.
+# Generated from solutions/l25_one_step_ahead.py, checksum 23c48b2f84f7. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 25: two time lines, and a loop that is one step ahead of its device."""
 
@@ -56,7 +56,7 @@ class Device(Protocol):
     minutes=40,
     difficulty=3,
     replaces="lessons.l25_one_step_ahead.generate:run_ahead",
-    through="reference.yours.ahead:run_ahead",
+    through="reference.ladder.yours.ahead:run_ahead",
 )
 def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int) -> list[list[int]]:
     """Generate answers, and launch each pass before you read the one before it.

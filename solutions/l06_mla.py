@@ -85,7 +85,7 @@ def latent_attention(
     minutes=45,
     difficulty=3,
     replaces="lessons.l06_mla.optimized:read_absorbed",
-    through="reference.yours.latents:read_absorbed",
+    through="reference.ladder.yours.latents:read_absorbed",
 )
 class AbsorbedCache:
     """Latents of one sequence, and attention that never expands them, whether one token comes or a

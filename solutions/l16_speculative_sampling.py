@@ -41,7 +41,7 @@ def predict_speculation(alpha: float, count: int, cost_ratio: float) -> tuple[fl
     minutes=25,
     difficulty=2,
     replaces="lessons.l16_speculative_sampling.stand_ins:verify_for",
-    through="reference.yours.speculation:verify_for",
+    through="reference.ladder.yours.speculation:verify_for",
 )
 def verify_one(p: Tensor, q: Tensor, drafted: list[int], u: Tensor) -> list[int]:
     """The tokens that one sequence emits in a step of speculative sampling.

@@ -143,7 +143,7 @@ def verify_drawn(
     minutes=35,
     difficulty=3,
     replaces="lessons.l17_tree_speculation.runner:path_moves",
-    through="reference.yours.speculation:path_moves",
+    through="reference.ladder.yours.speculation:path_moves",
 )
 def keep_path(
     cache: Tensor,

@@ -78,7 +78,7 @@ def round_to_formats(
     minutes=40,
     difficulty=2,
     replaces="lessons.l18_weight_quantization.naive:dequantize_matmul",
-    through="reference.yours.formats:dequantize_matmul",
+    through="reference.ladder.yours.formats:dequantize_matmul",
 )
 class PackedLinear:
     """A linear layer whose matrix is stored as 4-bit codes.

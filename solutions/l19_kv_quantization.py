@@ -194,7 +194,7 @@ def load_int4(ptr, offset, column, mask, scale_ptr, slot):
     minutes=45,
     difficulty=3,
     replaces="lessons.l19_kv_quantization.pool:read_codes",
-    through="reference.yours.codes:read_codes",
+    through="reference.ladder.yours.codes:read_codes",
 )
 def int4_decode(
     q: Tensor,

@@ -80,8 +80,8 @@ def attention_on_ranks(
     "The likeliest token, from local logits",
     minutes=25,
     difficulty=2,
-    replaces="lessons.l20_parallelism.greedy:likeliest",
-    through="reference.yours.ranks:likeliest",
+    replaces="lessons.l20_parallelism.shards.greedy:likeliest",
+    through="reference.ladder.yours.ranks:likeliest",
 )
 def greedy_on_ranks(
     local_logits: list[Tensor], vocab_size: int, ranks: Ranks

@@ -148,7 +148,7 @@ def lora_row_kernel(
     minutes=45,
     difficulty=3,
     replaces="lessons.l21_multi_lora.layers:add_lora_for",
-    through="reference.yours.adapters:add_lora_for",
+    through="reference.ladder.yours.adapters:add_lora_for",
 )
 def lora_rows(
     base: Tensor, x: Tensor, a: Tensor, b: Tensor, row_slots: Tensor, ranks: Tensor, scaling: Tensor

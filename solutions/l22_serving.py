@@ -95,7 +95,7 @@ class Wish(NamedTuple):
     minutes=35,
     difficulty=2,
     replaces="lessons.l22_serving.fair:FairQueue",
-    through="reference.yours.turns:fair_queue",
+    through="reference.ladder.yours.turns:fair_queue",
 )
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.

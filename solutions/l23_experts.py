@@ -63,7 +63,7 @@ def expert_rows_kernel(
     minutes=45,
     difficulty=3,
     replaces="lessons.l23_experts.grouped:experts",
-    through="reference.yours.experts:experts",
+    through="reference.ladder.yours.experts:experts",
 )
 def expert_rows(
     x: Tensor, weight: Tensor, pairs: Tensor, tile_experts: Tensor, router: Tensor

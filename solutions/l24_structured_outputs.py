@@ -1,4 +1,6 @@
-"""Exercises of lesson 24: which tokens may come next, and what a mask does to probabilities."""
+"""Exercises of lesson 24: which tokens may come next, what a mask does to probabilities, and a
+kernel with its wrapper.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from lessons.l24_structured_outputs.matcher import Matcher, State
 from lessons.toolbox.exercises.exercise import exercise
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 @exercise(
@@ -16,7 +19,7 @@ from lessons.toolbox.exercises.exercise import exercise
     minutes=35,
     difficulty=3,
     replaces="lessons.l24_structured_outputs.optimized:new_mask",
-    through="reference.yours.masks:new_mask",
+    through="reference.ladder.yours.masks:new_mask",
 )
 def token_mask(matcher: Matcher, state: State, tokens: Sequence[bytes | None]) -> Tensor:
     """Which tokens may come next, one bit a token: [ceil(V / 32)] int32, V = len(tokens).
@@ -94,4 +97,79 @@ def two_chances(
             waiting.append(((*text, token), masked * chance / left, free * chance))
     kept = sum(free for _, free in ended.values())
     return {text: (masked, free / kept) for text, (masked, free) in ended.items()}
+    # END
+
+
+@triton.jit
+def forbid_kernel(
+    logits_ptr,
+    words_ptr,
+    vocab_size,
+    stride_row,
+    stride_token,
+    stride_words,
+    stride_word,
+    BLOCK: tl.constexpr,
+):
+    """A program: BLOCK tokens of one row. Meaning as in `forbid` below; stride_row and stride_token
+    are those of logits, stride_words and stride_word those of words.
+    """
+    # SOLUTION 24.3
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocab_size
+    word = tl.load(words_ptr + row * stride_words + token // 32 * stride_word, mask=is_token)
+    is_forbidden = ((word >> (token % 32)) & 1) == 0
+    place = logits_ptr + row * stride_row + token.to(tl.int64) * stride_token
+    lowest = tl.full((BLOCK,), float("-inf"), logits_ptr.dtype.element_ty)
+    tl.store(place, lowest, mask=is_token & is_forbidden)
+    # END
+
+
+@exercise("24.3", "Kernel and wrapper: forbid tokens in a batch", minutes=60, difficulty=4)
+def forbid(logits: Tensor, words: Tensor) -> None:
+    """Write −inf, in place, to each logit whose token the words forbid; returns None.
+
+    logits: [B, V] float32, float16 or bfloat16. words: [B, ceil(V / 32)] int32; bit t % 32 of word
+    t // 32 of a row is 0 if its token t is forbidden. Both may have any strides, also between two
+    tokens, and other rows around them.
+
+    Nothing is done for you: the body of `forbid_kernel` above is yours, and so is this wrapper.
+    - One launch for all rows. BLOCK is a power of two, at most 4096. A row of the words may end
+      before the block does.
+    - grid: its first size may be up to 2**31 − 1, the second and third up to 65535. B may be
+      100000, and V 262144.
+    - num_warps is given in the launch, a power of two. A warp has 32 lanes, and each lane should
+      have 4 to 16 of the BLOCK tokens.
+    - B = 0 or V = 0: no launch, because a grid of size 0 is an error on a GPU.
+    - The kernel loads words alone, and stores to forbidden tokens alone. Nothing is copied.
+    Errors: ValueError, before anything is written, if logits is no [B, V] of these dtypes, or if
+    words is not int32 or has another shape. The message names the argument and its shape or dtype.
+
+    Example: B = 1, V = 3, words [[5]] = 2⁰ + 2²: tokens 0 and 2 are allowed
+        logits [[0.5, 2, 1]] become [[0.5, −inf, 1]]
+    """
+    # SOLUTION
+    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"logits: got {logits.dtype} {list(logits.shape)}; accepted: [B, V] in float32, "
+            "float16 or bfloat16"
+        )
+    batch, vocab_size = logits.shape
+    block = 1024
+    shape = (batch, triton.cdiv(vocab_size, 32))
+    if words.dtype != torch.int32 or words.shape != shape:
+        raise ValueError(
+            f"words: got {words.dtype} {list(words.shape)}; accepted: torch.int32 {list(shape)}"
+        )
+    if batch and vocab_size:
+        forbid_kernel[batch, triton.cdiv(vocab_size, block)](
+            logits,
+            words,
+            vocab_size,
+            *logits.stride(),
+            *words.stride(),
+            BLOCK=block,
+            num_warps=4,
+        )
     # END

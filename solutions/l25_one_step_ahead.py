@@ -65,7 +65,7 @@ class Device(Protocol):
     minutes=40,
     difficulty=3,
     replaces="lessons.l25_one_step_ahead.generate:run_ahead",
-    through="reference.yours.ahead:run_ahead",
+    through="reference.ladder.yours.ahead:run_ahead",
 )
 def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int) -> list[list[int]]:
     """Generate answers, and launch each pass before you read the one before it.

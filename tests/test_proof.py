@@ -49,7 +49,7 @@ CONFTEST = """
 import os
 pytest_plugins = ["lessons.toolbox.proof.record"]
 from lessons.toolbox.proof import record as proof_record
-proof_record.where = lambda kernel: os.environ.get("PRETEND", "cuda")
+proof_record.where = lambda kernel, chip=None: os.environ.get("PRETEND", "cuda")
 """
 TESTS = """
 import pytest
@@ -661,6 +661,7 @@ def test_gluon_on_a_cpu_is_compiled():
     assert len(kernel_hash(flash_hopper_kernel)) == 16  # Triton gives it an attribute `kernel`
     if interpreting():
         assert proof_record.where(flash_hopper_kernel) == "sm_90"
+        assert proof_record.where(flash_hopper_kernel, 100) == "sm_100"
     found = {"where": "sm_90", "hash": "new", "errors": None}
     case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
     proof = proof_of("cpu", "new")

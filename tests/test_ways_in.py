@@ -126,7 +126,7 @@ def test_the_first_cell_installs_all_but_what_the_service_has(asked, tmp_path, m
     wanted = (course / "service.txt").read_text().splitlines()
     packages = {re.split(r"[=<>]", line)[0] for line in wanted}
     assert {"transformers", "rich", "hypothesis", "pytest", "adjustText"} <= packages
-    assert not packages & {"torch", "triton", "numpy", "jupyter", "cuda-core"}
+    assert not packages & {"torch", "triton", "numpy", "jupyter", "cuda-bindings"}
     assert Path.cwd() == course / "notebooks" and sys.path[0] == str(course)
     monkeypatch.chdir(tmp_path)
     exec(filled, {})

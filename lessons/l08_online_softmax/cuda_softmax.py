@@ -23,8 +23,7 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     """softmax of each row and its log-sum-exp. scores: [R, N] float32 or bfloat16 -> probs [R, N]
     like scores, lse [R] float32.
 
-    Raises ValueError as optimized.softmax does, and RuntimeError where cuda.core is missing, on a
-    CPU a C++ compiler.
+    Raises ValueError as optimized.softmax does, and CompileError where NVRTC is missing.
     """
     check_rows(scores, tuple(TYPES))
     probs, lse = empty_results(scores)

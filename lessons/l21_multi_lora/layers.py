@@ -21,10 +21,13 @@ from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.kernels import stand_ins
 from lessons.l21_multi_lora.kernels.weights import SlotWeights
 from lessons.l21_multi_lora.peft.adapters import Adapter, LayerAdapter
+from lessons.l21_multi_lora.together import Together
 from lessons.toolbox.model.arguments import check_whole, refuse
 
 AddLora = Callable[[Tensor, Tensor, SlotWeights, AdapterBatch], Tensor]
 KINDS = (nn.Linear, QuantizedLinear)
+# Layers of one parent that are called one after the other with the same x.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Layers that get no adapter: a routed expert sees some rows of a step in an order of its own, and
 # absorption multiplies by the rows of kv_b_proj (lesson 6).
 NOT_ALONE = (".experts.", "kv_b_proj")
@@ -45,11 +48,14 @@ class LoRALinear(nn.Module):
         self.base, self.weights = base, weights
         self.context, self.add_lora = context, add_lora
         self.in_features, self.out_features = base.in_features, base.out_features
+        self.together: Together | None = None  # with its neighbours, on a GPU
 
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
-        out = self.base(x)
         batch = self.context.batch
-        return out if batch is None else self.add_lora(out, x, self.weights, batch)
+        if batch is None:
+            return self.base(x)
+        out = self.together.output_of(self, x, batch) if self.together else None
+        return self.add_lora(self.base(x), x, self.weights, batch) if out is None else out
 
     def with_base(self, base: nn.Module) -> "LoRALinear":
         """The same adapters on top of another form of the same layer."""
@@ -90,7 +96,18 @@ def with_adapter_slots(
 
     for kind in KINDS:
         model = with_linears(model, kind, adaptable)
+    if add_lora is optimized.add_lora:
+        share_launches(adapter_layers(model))
     return model
+
+
+def share_launches(layers: dict[str, LoRALinear]) -> None:
+    """q, k and v of each attention, and gate and up of each MLP, in two launches."""
+    for name in layers:
+        for first, *others in SAME_INPUT:
+            neighbours = [layers.get(name.removesuffix(first) + other) for other in others]
+            if name.endswith(f".{first}") and all(neighbours):
+                Together([layers[name], *neighbours])
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoRALinear]:

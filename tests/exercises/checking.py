@@ -77,6 +77,11 @@ def check(
 seen: list[Any] = []
 
 
+# What is being compared right now, the outermost first: pairs (yours, expected). Of a comparison
+# that failed they stay, for the hints of hints.py.
+comparing: list[tuple[Any, Any]] = []
+
+
 def note(result: Any) -> Any:
     """Remember a result, tensors as copies; an object of a class by its type alone."""
     seen.append(tree_map(_snapshot, _plain(result)))
@@ -182,6 +187,12 @@ def assert_equal(
     """
     if isinstance(want, Tensor):
         return assert_close(got, want, atol=atol, rtol=rtol, dtype=dtype, label=label)
+    comparing.append((got, want))
+    _assert_same(got, want, atol=atol, rtol=rtol, dtype=dtype, label=label)
+    comparing.pop()
+
+
+def _assert_same(got: Any, want: Any, *, atol, rtol, dtype, label) -> None:
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
         for at, (a, b) in enumerate(zip(got, want)):
             assert_equal(a, b, atol=atol, rtol=rtol, dtype=dtype, label=f"{label}[{at}]")
@@ -217,7 +228,7 @@ def assert_close(
     """|got - want| <= atol + rtol |want| everywhere; where `want` is infinite, the same infinity;
     NaN never passes. The message names the worst element, both values, the count.
     """
-    note(got)
+    comparing.append((note(got), want))
     missing = " (is a `return` missing?)" if got is None else ""
     assert isinstance(got, Tensor), (
         f"{label} is {type(got).__name__}, expected a tensor of shape {list(want.shape)}{missing}"
@@ -240,6 +251,7 @@ def assert_close(
             f"{want[at].item():.6g} (tolerance {tolerance[at].item():.2g}); {int(wrong.sum())} of "
             f"{wrong.numel()} wrong"
         )
+    comparing.pop()
 
 
 def assert_largest_tensor(elements: int, because: str, function: Callable, *args, **kwargs) -> Any:

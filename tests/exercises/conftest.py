@@ -129,12 +129,15 @@ def _run(check, config, seed) -> Outcome:
     outcome = running.run_check(check, lambda: load_exercise(folder, entry), seed, path)
     if outcome.error == "TimeUp":
         _timed_out[entry.id] = check.name
-    if outcome.error == "AssertionError":
+    if outcome.status != FAIL or not outcome.error:
+        return outcome
+    slip = case = None
+    if outcome.error != "TimeUp":  # another wait tells no more
         function, checks = load_exercise(folder, entry), running.checks_of(entry)
         wrong = answers_of(entry.lesson).wrong_for(entry.id)
-        if hint := running.hint_for(check, function, wrong, checks, seed):
-            return Outcome(FAIL, f"{outcome.message}\n  looks like: {hint}")
-    return outcome
+        slip = running.hint_for(check, function, wrong, checks, seed)
+        case = running.case_hint(check, function, checks, seed)
+    return Outcome(FAIL, running.explained(outcome, entry, slip, case))
 
 
 # ---------------------------------------------------------------- reporting

@@ -125,6 +125,12 @@ class Watch:
             "launch. What the kernel stores is the result"
         )
 
+    def touched(self, x: Tensor, *kinds: str) -> Tensor | None:
+        """How often kernels touched each element of x: [...] so; None on a GPU, which keeps no
+        record.
+        """
+        return None if has_gpu() else self._touched(x, *kinds)
+
     def assert_loaded(self, x: Tensor, name: str, once: bool) -> None:
         """Kernels loaded something of x: [...]; `once`: each element, and once."""
         if has_gpu():

@@ -19,10 +19,14 @@ import pytest
 import torch
 
 from lessons.toolbox.exercises.exercise import Exercise, ExerciseError
-from lessons.toolbox.exercises.loading import describe
+from lessons.toolbox.exercises.loading import describe, named
+from lessons.toolbox.exercises.parts import hints_of
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.triton_ import TritonMissing
-from tests.exercises.checking import Check, alike, note, seen
+from tests.exercises.checking import Check, alike, comparing, note, seen
+from tests.exercises.given import arguments_of, numbers_of, place_of, values_at
+from tests.exercises.hint_rules import hint_of_exception
+from tests.exercises.hints import hint_of_failure
 from tests.exercises.wrong import WrongAnswer
 
 PASS, FAIL, TODO, NOT_RUN = "PASS", "FAIL", "TODO", "NOT RUN"
@@ -36,6 +40,12 @@ class Outcome:
     message: str = ""
     error: str = ""  # the exception's class
     results: tuple = ()  # what the check saw before it ended
+    said: str = ""  # the exception's class and message, without the line
+    numbers: tuple = ()  # (name, value) of those that it was called with
+    given: str = ""  # what the implementation was called with last
+    place: str = ""  # its line, where the message does not name it
+    values: str = ""  # what the names in that line stand for
+    comparing: tuple = ()  # the pairs (yours, expected) of a comparison that failed
 
 
 class TimeUp(BaseException):
@@ -46,9 +56,11 @@ class Recorder:
     """Stands in for an implementation and keeps what it returned."""
 
     def __init__(self, function: Callable):
-        self.bare = function
+        self.bare, self.given, self.numbers = function, "", {}
 
     def __call__(self, *args, **kwargs) -> Any:
+        self.given = arguments_of(self.bare, args, kwargs)
+        self.numbers = numbers_of(self.bare, args, kwargs)
         return note(self.bare(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -69,6 +81,8 @@ def run_check(
     that name its lines.
     """
     seen.clear()
+    comparing.clear()
+    implementation = None
     try:
         with time_limit(check.seconds), in_bounds():
             implementation = Recorder(loader())
@@ -90,7 +104,19 @@ def run_check(
             message = str(error).split("\nassert ")[0]
         else:
             message = describe(error, path)
-        return Outcome(FAIL, f"{check.label}: {message}", type(error).__name__, tuple(seen))
+        place = place_of(error, path)
+        return Outcome(
+            FAIL,
+            f"{check.label}: {message}",
+            type(error).__name__,
+            tuple(seen),
+            named(error),
+            tuple(getattr(implementation, "numbers", {}).items()),
+            getattr(implementation, "given", ""),
+            "" if place and place.partition(":")[0] in message else place,
+            values_at(error, path),
+            tuple(comparing) if isinstance(error, AssertionError) else (),
+        )
     return Outcome(PASS)
 
 
@@ -106,6 +132,62 @@ def _untouched(error: BaseException | None) -> str | None:
 
 
 # ---------------------------------------------------------------- hints
+
+
+def explained(outcome: Outcome, entry: Exercise, slip: str | None, case: str | None) -> str:
+    """The whole message of a failure: what, where, what was given, and a hint. slip: the hint of
+    the known wrong answer that it looks like; without one, what stands out; else the first hint of
+    the exercise. case: what case_hint says.
+    """
+    lines = [outcome.message]
+    if outcome.place:
+        lines.append(f"at {outcome.place}")
+    if outcome.given:
+        lines.append(f"exercise {entry.id} was given: {outcome.given}")
+    if outcome.values:
+        lines.append(f"in that line: {outcome.values}")
+    hint = general_hint(outcome)
+    if slip:
+        lines.append(f"looks like: {slip}")
+    elif hint:
+        lines.append(f"hint: {hint}")
+    if case:
+        lines.append(case)
+    if not (slip or hint or case) and (hints := hints_of(entry)):
+        lines.append(f"hint 1 of {len(hints)}: {hints[0]}")
+    return "\n  ".join(lines)
+
+
+def general_hint(outcome: Outcome) -> str | None:
+    """A hint by what is seen of a failure, without knowing which slip it was."""
+    if outcome.error in ("AssertionError", "NotEquivalent"):
+        return hint_of_failure(outcome.message, outcome.comparing, dict(outcome.numbers))
+    is_time = outcome.error == "TimeUp"
+    hint = hint_of_exception(outcome.message if is_time else outcome.said)
+    if not hint and outcome.values:
+        return "which of the values in that line is not what you expect? Print it one line before"
+    return hint
+
+
+def case_hint(check: Check, function: Callable, checks: list[Check], seed: int = 0) -> str | None:
+    """In which cases a check passes that fails in this one: what they lack is what matters. Of the
+    docstring's example, that it is worked out there.
+    """
+    if "example" in check.name:
+        return "the docstring works this example out: follow it by hand, number by number"
+    if not check.why:
+        return None
+    with redirect_stdout(io.StringIO()):
+        passes = []
+        for other in checks:
+            if other.function is check.function and other.case != check.case:
+                outcome = _outcome(other, function, seed)
+                if outcome.error == "TimeUp":
+                    return None  # and the others might take as long
+                passes += [other.case] if outcome.status == PASS else []
+    if not passes:
+        return None
+    return f"it passes for {', '.join(passes)}; not for {check.case}: {check.why}"
 
 
 def hint_for(
@@ -143,6 +225,11 @@ def _outcome(check: Check, function: Callable, seed: int) -> Outcome:
     return run_check(check, lambda: function, seed)
 
 
+def forget_outcomes() -> None:
+    """Free the results that the search for a slip keeps."""
+    _outcome.cache_clear()
+
+
 def _same(check: Check, mine: Callable, theirs: Callable, seed: int) -> bool:
     a, b = _outcome(check, mine, seed), _outcome(check, theirs, seed)
     if (a.status, a.error) != (b.status, b.error) or not alike(a.results, b.results):
@@ -151,7 +238,9 @@ def _same(check: Check, mine: Callable, theirs: Callable, seed: int) -> bool:
     # which rule it broke. A picture of what the learner's own kernel touched may be below it.
     firsts = [outcome.message.partition("\n")[0] for outcome in (a, b)]
     texts = [re.sub(r"-?\d+\.\d+(e[-+]\d+)?", "#", first) for first in firsts]
-    return a.error != "AssertionError" or texts[0] == texts[1]
+    if a.error in ("AssertionError", "NotEquivalent"):
+        return texts[0] == texts[1]
+    return a.said == b.said
 
 
 # ---------------------------------------------------------------- time

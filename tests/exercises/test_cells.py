@@ -24,7 +24,7 @@ def mine(tmp_path, monkeypatch):
     """A learner's folder, fresh from solutions/, and no checks."""
     for name in ("EXERCISES", "ATTEMPTS", "ROOT"):
         monkeypatch.setattr(cells, name, tmp_path / {"ROOT": ""}.get(name, name))
-    monkeypatch.setattr(cells, "run_checks", lambda id: print(f"checked {id}"))
+    monkeypatch.setattr(cells, "run_checks", lambda id, again: print(f"checked {id}"))
     cells.EXERCISES.mkdir()
     for file in FILES:
         write_stub(SOLUTIONS / file, cells.EXERCISES)

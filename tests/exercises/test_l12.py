@@ -218,7 +218,8 @@ PAGE_CASES = {  # name: (options, why)
 @check("12.3", {case: why for case, (_, why) in PAGE_CASES.items()}, seconds=30)
 def test_paged_values(impl, case, seed):
     inputs = pages(seed, **PAGE_CASES[case][0])
-    atol = 2e-2 if case == "far_below" else 2e-5  # one float32 rounding of such a score
+    # one float32 rounding of such a score
+    atol = {"far_below": 2e-2, "large": 2e-4}.get(case, 2e-5)
     compare(impl, inputs, want=by_gathering(**inputs), atol=atol, rtol=1e-4, dtype=torch.float32)
 
 

@@ -5,9 +5,19 @@
 import random
 from functools import cache
 
+import pytest
 import torch
 
-from tests.exercises.checking import assert_equal, call, check, note
+from tests.exercises.checking import (
+    assert_equal,
+    assert_largest_tensor,
+    call,
+    check,
+    in_wider_memory,
+    note,
+)
+from tests.exercises.kernel_launches import launches
+from tests.exercises.kernel_work import watched
 
 # ---------------------------------------------------------------- 24.1 masks
 
@@ -215,3 +225,161 @@ def test_chances(impl, case, seed):
     for text, (masked, free) in want.items():
         assert_equal(got[text][0], masked, rtol=1e-9, label=f"the chance of {text} with a mask")
         assert_equal(got[text][1], free, rtol=1e-9, label=f"the share of {text} without a mask")
+
+
+# ---------------------------------------------------------------- 24.3 kernel and wrapper
+
+
+def batch_of(seed, rows, vocab_size, dtype=torch.float32, share=0.5):
+    """logits, words, and what is forbidden: [B, V] bool. share: of the tokens that are allowed."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab_size, generator=g).to(dtype)
+    is_allowed = torch.rand(rows, vocab_size, generator=g) < share
+    count = -(-vocab_size // 32)
+    bits = torch.zeros(rows, count * 32, dtype=torch.int64)
+    bits[:, :vocab_size] = is_allowed
+    words = (bits.view(rows, count, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    return logits, words, ~is_allowed
+
+
+FORBID_CASES = {  # name: (arguments of batch_of after the seed, why)
+    "whole_words": (dict(rows=2, vocab_size=64), "V is a multiple of 32"),
+    "tail": (dict(rows=3, vocab_size=75), "the last word is not full"),
+    "several_blocks": (dict(rows=2, vocab_size=9000), "V is larger than any block"),
+    "few": (dict(rows=2, vocab_size=5), "V is smaller than a word"),
+    "all_allowed": (dict(rows=2, vocab_size=40, share=1.1), "nothing is forbidden"),
+    "all_forbidden": (dict(rows=2, vocab_size=40, share=-1.0), "nothing is allowed"),
+    "float16": (dict(rows=2, vocab_size=70, dtype=torch.float16), "the logits are float16"),
+    "bfloat16": (dict(rows=2, vocab_size=70, dtype=torch.bfloat16), "the logits are bfloat16"),
+}
+
+
+@check("24.3", {case: why for case, (_, why) in FORBID_CASES.items()}, seconds=10)
+def test_forbid(impl, case, seed):
+    logits, words, is_forbidden = batch_of(seed, **FORBID_CASES[case][0])
+    given, want = words.clone(), logits.masked_fill(is_forbidden, -torch.inf)
+    assert_equal(impl(logits, words), None, label="what your function returns")
+    assert_equal(note(logits), want, label="the logits")
+    assert torch.equal(words, given), "your function changed its argument `words` in place"
+
+
+@check(
+    "24.3",
+    {
+        "wider_rows": "logits and words are slices of wider tensors",
+        "apart": "two tokens of a row are apart, and two words",
+    },
+    seconds=60,  # PyTorch's first watched kernel imports its compiler
+)
+def test_forbid_strides(impl, case, seed):
+    logits, words, is_forbidden = batch_of(seed, 3, 70)
+    want = logits.masked_fill(is_forbidden, -torch.inf)
+    if case == "wider_rows":
+        logits, words = in_wider_memory(logits), in_wider_memory(words)
+    else:
+        logits, words = logits.T.contiguous().T, words.T.contiguous().T
+    around = logits._base.clone()
+    because = "read and write where the tensors are"
+    assert_largest_tensor(words.numel(), because, impl, logits, words)
+    assert_equal(note(logits), want, label="the logits")
+    if case == "wider_rows":
+        logits.copy_(around[1:-2, 1:-2])
+        same = torch.equal(logits._base.nan_to_num(7.0), around.nan_to_num(7.0))
+        assert same, "your kernel wrote beside the logits, into a row or column of another tensor"
+
+
+@check("24.3", seconds=5)
+def test_forbid_example(impl, seed):
+    logits = torch.tensor([[0.5, 2.0, 1.0]])
+    impl(logits, torch.tensor([[5]], dtype=torch.int32))
+    assert_equal(logits, torch.tensor([[0.5, -torch.inf, 1.0]]), label="the logits")
+
+
+@check("24.3", seconds=20)
+def test_the_kernel_forbids(impl, seed):
+    """The kernel, not PyTorch: it stores to what is forbidden, once, and loads no logit."""
+    logits, words, is_forbidden = batch_of(seed, 2, 70)
+    with watched() as watch:
+        impl.bare(logits, words)
+    note(logits)
+    watch.assert_loaded(words, "words", once=False)
+    loaded = watch.touched(logits, "load", "atomic")
+    stored = watch.touched(logits, "store", "atomic")
+    if stored is None:
+        return  # a GPU keeps no record
+    assert not loaded.any(), "your kernel loads logits: where a token goes, its bit alone decides"
+    wrong = int(((stored > 0) != is_forbidden).sum())
+    assert not wrong, (
+        f"your kernel stores to {int((stored > 0).sum())} logits, and {int(is_forbidden.sum())} "
+        "are forbidden: mask the store by the bits"
+    )
+
+
+LAUNCH_CASES = {  # name: (B, V, why)
+    "small": (2, 70, "a decode step of two requests"),
+    "large_vocabulary": (1, 262144, "one row of the largest vocabulary"),
+    "large_batch": (100000, 33, "more rows than a grid's second size may have"),
+}
+
+
+@check("24.3", {case: why for case, (*_, why) in LAUNCH_CASES.items()}, seconds=10)
+def test_forbid_launch(impl, case, seed):
+    """Looks at the launch, and runs nothing."""
+    batch, vocab_size, _ = LAUNCH_CASES[case]
+    logits = torch.zeros(1, 1).expand(batch, vocab_size)
+    words = torch.zeros(1, 1, dtype=torch.int32).expand(batch, -(-vocab_size // 32))
+    with launches() as seen:
+        impl(logits, words)
+    if seen is None:
+        return
+    assert len(seen) == 1, f"your function launches {len(seen)} kernels, and one is enough"
+    grid, options = seen[0]
+    assert grid[0] < 2**31 and max((0, *grid[1:])) <= 65535, (
+        f"your grid is {grid}: its second and third sizes may be 65535 at most"
+    )
+    block, warps = options.get("BLOCK", 0), options.get("num_warps")
+    assert 0 < block <= 4096 and block & (block - 1) == 0, (
+        f"BLOCK is {block}, expected a power of two, at most 4096"
+    )
+    programs = grid[0] * (grid[1] if len(grid) > 1 else 1) * (grid[2] if len(grid) > 2 else 1)
+    least = batch * -(-vocab_size // block)
+    assert programs == least, f"your grid {grid} has {programs} programs, and {least} are enough"
+    assert warps in (1, 2, 4, 8, 16, 32), f"num_warps is {warps}, expected a power of two up to 32"
+    lanes = block / (32 * warps)
+    assert 4 <= lanes <= 16, (
+        f"BLOCK {block} with {warps} warps gives each lane {lanes:g} tokens, expected 4 to 16"
+    )
+
+
+@check("24.3", {"no_row": "B = 0", "no_token": "V = 0"}, seconds=5)
+def test_forbid_nothing(impl, case, seed):
+    shape = (0, 40) if case == "no_row" else (2, 0)
+    words = torch.zeros(shape[0], -(-shape[1] // 32), dtype=torch.int32)
+    with launches() as seen:
+        impl(torch.zeros(shape), words)
+    assert not seen, f"your function launches a grid of {seen[0][0]}, which is an error on a GPU"
+
+
+REFUSALS = {  # name: (change of logits, change of words, argument, why)
+    "integers": (lambda x: x.long(), None, "logits", "the logits are int64"),
+    "one_dimension": (lambda x: x[0], None, "logits", "the logits are a vector"),
+    "word_dtype": (None, lambda x: x.long(), "words", "the words are int64"),
+    "word_missing": (None, lambda x: x[:, :-1], "words", "a word too few in each row"),
+    "row_missing": (None, lambda x: x[:1], "words", "a row too few of the words"),
+}
+
+
+@check("24.3", {case: why for case, (*_, why) in REFUSALS.items()}, seconds=5)
+def test_forbid_refuses(impl, case, seed):
+    logits, words, _ = batch_of(seed, 2, 70)
+    change_logits, change_words, name, _ = REFUSALS[case]
+    logits = change_logits(logits) if change_logits else logits
+    words = change_words(words) if change_words else words
+    before, bad = logits.clone(), logits if name == "logits" else words
+    with pytest.raises(ValueError) as caught:
+        impl(logits, words)
+    text = str(caught.value)
+    shape, dtype = (str(part) for part in (list(bad.shape), bad.dtype))
+    is_named = name in text and (shape in text or str(tuple(bad.shape)) in text or dtype in text)
+    assert is_named, f"your ValueError says {text!r}; name `{name}` and its shape or dtype"
+    assert torch.equal(logits, before), "your function wrote to the logits before it refused"

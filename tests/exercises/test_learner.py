@@ -422,7 +422,7 @@ def test_check_and_progress(mine, capsys, monkeypatch, tmp_path):
             {"exercise": "2.4", "status": "PASS", "message": ""},
             {"exercise": "2.4", "status": status, "message": "because [of] this"},
         ]
-        monkeypatch.setattr(exercise_report, "_records", lambda *args, records=records: records)
+        monkeypatch.setattr(exercise_report, "records_of", lambda *args, records=records: records)
         assert exercise_report.run_checks("2.4") is good
         assert exercise_progress.status_now(entry) == status
         text = capsys.readouterr().out
@@ -503,7 +503,7 @@ def test_a_crash_is_named_and_hides_no_other_exercise(mine, capsys):
     later = f"    import ctypes\n    {CRASH}\n    budget_bytes ="
     folder = mine(("    budget_bytes =", later))
     line = (folder / FIRST.file).read_text().split(CRASH)[0].count("\n") + 1
-    records = exercise_report._records([LESSON[3], LESSON[0]], str(folder))
+    records = exercise_report.records_of([LESSON[3], LESSON[0]], str(folder))
     crashed = [record for record in records if record["exercise"] == "2.4"]
     (check, *_), (record,) = checks_of(LESSON[3]), crashed
     assert (record["status"], record["message"]) == (

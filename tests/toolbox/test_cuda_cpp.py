@@ -1,18 +1,19 @@
-"""The launcher of .cu files: what it hands to cuda.core, and what it says where there is none.
-On a CPU it hands over to the machine, which gpu/test_cuda_*.py test.
+"""The launcher of .cu files: what it hands to the driver, and what it says without a compiler.
+`test_cuda_driver.py` goes on to a driver. On a CPU it hands over to the machine, which
+gpu/test_cuda_*.py test.
 """
 
 import contextlib
-import ctypes
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lessons.toolbox.gpu import nvrtc
+from lessons.toolbox.gpu.nvrtc import CompileError, architecture
 from lessons.toolbox.kernels import cuda_cpp
-from lessons.toolbox.kernels.cuda_cpp import CudaKernel, architecture, packed
+from lessons.toolbox.kernels.cuda_cpp import CudaKernel, packed
 from lessons.toolbox.measure.device import default_device
 
 SOURCE = (
@@ -30,42 +31,29 @@ def kernel(tmp_path):
     cuda_cpp.compiled.cache_clear()
 
 
-class FakeCore:
-    """cuda.core's names as cuda_cpp calls them (version 1.2.2); keeps what it was given."""
+class FakeDriver:
+    """cuda_driver's functions; keeps what they were given."""
 
-    def __init__(self, error=None):
-        self.programs, self.launches, self.current, self.error = [], [], [], error
-        self.Stream = SimpleNamespace(from_handle=lambda handle: ("stream", handle))
+    def __init__(self):
+        self.loaded, self.launches = [], []
 
-    def Device(self, index):
-        return SimpleNamespace(set_current=lambda: self.current.append(index))
+    def function_of(self, cubin, name, device_index):
+        self.loaded.append((cubin, name, device_index))
+        return len(self.loaded)
 
-    def ProgramOptions(self, **options):
-        return options
+    def launch(self, *given):
+        self.launches.append(given)
 
-    def LaunchConfig(self, grid, block, shmem_size):
-        return grid, block, shmem_size
 
-    def Program(self, source, language, options):
-        def compile(target):
-            if self.error:
-                raise self.error
-            return SimpleNamespace(get_kernel=lambda name: (name, len(self.programs)))
-
-        self.programs.append((source, language, options))
-        return SimpleNamespace(compile=compile)
-
-    def launch(self, stream, config, kernel, *arguments):
-        self.launches.append((stream, config, kernel, arguments))
+fake_index = [0]
 
 
 @pytest.fixture
-def core(monkeypatch):
-    """A fake cuda.core on a machine with two fake GPUs of compute capability 9.0, and CPU tensors
-    that pass for theirs.
-    """
-    fake = FakeCore()
-    monkeypatch.setattr(cuda_cpp, "cuda_core", lambda: fake)
+def gpus(monkeypatch):
+    """Two fake GPUs of compute capability 9.0, and CPU tensors that pass for theirs."""
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda_cpp, "function_of", fake.function_of)
+    monkeypatch.setattr(cuda_cpp, "driver_launch", fake.launch)
     monkeypatch.setattr(
         cuda_cpp,
         "common_device",
@@ -80,56 +68,31 @@ def core(monkeypatch):
     return fake
 
 
-fake_index = [0]
-
-
-def test_a_launch(kernel, core):
-    """Addresses, widths, the grid and PyTorch's stream arrive; the file is compiled once, as
-    compile_check compiles it.
+def test_a_launch(kernel, gpus, monkeypatch):
+    """Addresses, widths, the grid and PyTorch's stream arrive; the file is compiled once, for the
+    GPU's generation.
     """
+    asked = []
+    compile = lambda source, file, chip: asked.append((source, chip)) or (b"code", "")
+    monkeypatch.setattr(cuda_cpp, "cubin_of", compile)
     x = torch.zeros(8)
     kernel[3, 256](x, 5, 0.1)
     kernel[(2, 4), (32, 2), 512](x, 6, 0.2)
-    (stream, config, found, arguments), (_, second_config, _, second) = core.launches
-    assert (
-        stream == ("stream", 77)
-        and config == (3, 256, 0)
-        and found == ("twice", 1)
-        and second_config == ((2, 4), (32, 2), 512)
-    )
-    assert arguments == (x.data_ptr(), 5, np.float32(0.1)) and [type(a) for a in arguments[1:]] == [
-        np.int64,
-        np.float32,
-    ]
-    assert (
-        second[1] == 6
-        and core.programs == [(SOURCE, "c++", dict(arch="sm_90a", std="c++17"))]
-        and core.current == [0]
-    )
+    (*where, values), (*others, second) = gpus.launches
+    assert where == [1, 0, (3, 1, 1), (256, 1, 1), 0, 77]
+    assert others == [1, 0, (2, 4, 1), (32, 2, 1), 512, 77]
+    assert values == [x.data_ptr(), 5, np.float32(0.1)] and second[1] == 6
+    assert [type(value) for value in values] == [np.uint64, np.int64, np.float32]
+    assert asked == [(SOURCE, 90)] and gpus.loaded == [(b"code", "twice", 0)]
 
 
-def test_each_device_gets_its_own_code(kernel, core):
+def test_each_device_gets_its_own_code(kernel, gpus, monkeypatch):
+    monkeypatch.setattr(cuda_cpp, "cubin_of", lambda *_: (b"code", ""))
     x = torch.zeros(8)
     for fake_index[0] in (0, 1, 0):
         kernel[1, 32](x, 8)
-    assert len(core.programs) == 2 and core.current == [0, 1]
-    assert [launch[2] for launch in core.launches] == [("twice", 1), ("twice", 2), ("twice", 1)]
-
-
-def test_numbers_as_cuda_core_lays_them_out():
-    """The real cuda.core: each argument's bytes, read back from the array of addresses that a
-    launch passes to the driver.
-    """
-    handler = pytest.importorskip(
-        "cuda.core._kernel_arg_handler", reason="NOT RUN: cuda.core is not installed"
-    )
-    x = torch.arange(4.0)
-    holder = handler.ParamHolder(tuple(packed("k", (x, 2**40 + 3, 0.1, np.int32(-7)))))
-    address = (ctypes.c_void_p * 4).from_address(holder.ptr)
-    assert ctypes.c_void_p.from_address(address[0]).value == x.data_ptr()
-    assert ctypes.c_int64.from_address(address[1]).value == 2**40 + 3
-    assert ctypes.c_float.from_address(address[2]).value == np.float32(0.1)
-    assert ctypes.c_int32.from_address(address[3]).value == -7
+    assert [device for _, _, device in gpus.loaded] == [0, 1]
+    assert [(launch[0], launch[1]) for launch in gpus.launches] == [(1, 0), (2, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("value", [True, "x", None, [1], 1j])
@@ -161,27 +124,22 @@ def test_tensors_of_no_device_that_runs_are_refused(kernel, arguments, found):
     assert "\n" not in str(error.value)
 
 
-def test_without_cuda_core_one_line(kernel, monkeypatch):
-    monkeypatch.setattr(
-        cuda_cpp, "common_device", lambda name, arguments: SimpleNamespace(type="cuda", index=0)
-    )
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(
-        RuntimeError, match=r"cuda.core is not installed.*pip install cuda-core"
-    ) as error:
-        kernel[1, 32](torch.zeros(2))
-    assert "\n" not in str(error.value)
-
-
-def test_an_error_of_the_compiler_is_one_line(kernel, core):
-    core.error = RuntimeError(
-        'NVRTC_ERROR_COMPILATION\nlog:\nprogram(1): error: identifier "two" is undefined\n1 error'
-    )
-    with pytest.raises(RuntimeError) as error:
+def test_without_a_compiler_one_line(kernel, gpus, monkeypatch):
+    monkeypatch.setattr(nvrtc, "why_not_here", lambda: "needs NVRTC")
+    with pytest.raises(CompileError) as error:
         kernel[1, 32](torch.zeros(2))
     assert str(error.value) == (
-        "optimized.cu does not compile for compute capability 9.0: "
-        'program(1): error: identifier "two" is undefined'
+        "for compute capability 9.0: optimized.cu cannot be compiled: needs NVRTC"
+    )
+
+
+@pytest.mark.cuda_cpp
+def test_an_error_of_the_compiler_is_one_line(kernel, gpus):
+    kernel.file.write_text(SOURCE.replace("2.f", "two"))
+    with pytest.raises(CompileError) as error:
+        kernel[1, 32](torch.zeros(2))
+    assert str(error.value) == (
+        'for compute capability 9.0: optimized.cu(1): error: identifier "two" is undefined'
     )
 
 

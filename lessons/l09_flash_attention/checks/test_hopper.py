@@ -1,62 +1,27 @@
 """The Hopper kernel equals the oracle on a CPU and on a Hopper GPU; planted bugs are caught."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
+from lessons.l09_flash_attention.checks import gluon_cases
+from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, with_bug
 from lessons.l09_flash_attention.hopper import gluon_flash as hopper
 from lessons.l09_flash_attention.hopper import rings
 from lessons.l09_flash_attention.hopper.gluon_flash import flash_hopper_kernel
 from lessons.l09_flash_attention.lab import specs
-from lessons.l09_flash_attention.naive import attention
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import default_device, machine_chip
-from lessons.toolbox.proof.numerics import (
-    ATTENTION_INPUTS,
-    NotEquivalent,
-    attention_inputs,
-    floor_for,
-    prove,
-)
+from lessons.toolbox.measure.device import machine_chip
+from lessons.toolbox.proof.numerics import ATTENTION_INPUTS, NotEquivalent
 
-DEVICE = default_device()
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
 LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # a CPU takes a second for 10 tiles
 
 
-def inputs(
-    num_queries, num_keys, heads=2, kv_heads=1, head_dim=64, seed=0, name="normal", on=DEVICE
-):
-    sizes = num_queries, num_keys, heads, kv_heads, head_dim
-    return attention_inputs(name, *sizes, dtype=torch.bfloat16, seed=seed, device=on)
-
-
 def proved(q, k, v, causal, kernel=hopper.flash_attention_hopper, name="normal"):
-    """The errors of the output against the oracle, two calls bit by bit the same; the log-sum-exp
-    is held to 1e-5 · max(1, |lse|).
-    """
-    last = []
-
-    def run(*given):
-        last[:] = kernel(*given, causal=causal)
-        return last[0]
-
-    def oracle(*given):
-        return attention(*given, causal=causal)
-
-    floor = floor_for(torch.bfloat16, name)
-    errors = prove(run, lambda *given: oracle(*given)[0], (q, k, v), floor=floor)
-    lse, exact = last[1], oracle(*(x.double() for x in (q, k, v)))[1]
-    if not torch.equal(lse.isneginf(), exact.isneginf()):
-        raise NotEquivalent("E0", "the log-sum-exps differ in being -inf")
-    gap = ((lse - exact).abs() / exact.abs().clamp(min=1)).masked_fill(exact.isneginf(), 0).max()
-    if not gap <= 1e-5:
-        raise NotEquivalent("E2", f"log-sum-exp off by {gap:.2g}")
-    return errors
+    return gluon_cases.proved(q, k, v, causal, kernel, name)
 
 
 @pytest.fixture
@@ -255,26 +220,10 @@ BUGS = {
 }
 
 
-def module_with(bug, folder: Path):
-    """gluon_flash.py with rings.py in the place of its import, and a bug planted."""
-    old, new, _ = BUGS[bug]
-    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (hopper, rings)]
-    imported = next(line for line in texts[0].splitlines() if "hopper.rings" in line)
-    source = texts[0].replace(imported, texts[1])
-    planted, count = re.subn(old if isinstance(old, re.Pattern) else re.escape(old), new, source)
-    assert count == 1, f"{bug}: its text stands {count} times in the kernel"
-    file = folder / "hopper_with_a_bug.py"
-    file.write_text(planted, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("hopper_with_a_bug", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.sample(1)
 def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
-    kernel = module_with(bug, tmp_path).flash_attention_hopper
+    kernel = with_bug(hopper, rings, *BUGS[bug][:2], tmp_path).flash_attention_hopper
     with pytest.raises(NotEquivalent) as caught:
         for num_queries, num_keys, causal in [(200, 600, True), (300, 100, True), (70, 300, False)]:
             given = inputs(num_queries, num_keys, 2, 1, seed=seed)

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lessons.l09_flash_attention.arguments import check_heads, check_options
+from lessons.l09_flash_attention.hopper.launch import check_launch, tiles_of
 from lessons.l09_flash_attention.hopper.rings import allocate_ring, fill, release, tile_of, wait_for
 from lessons.toolbox.gpu.gluon import on_the_machine
 from lessons.toolbox.kernels.triton_ import triton
@@ -257,26 +257,9 @@ def flash_attention_hopper(
 
     bfloat16, dense, D 64 or 128. Raises ValueError.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    check_heads(q, k, v, (torch.bfloat16,))
-    check_options(q, softmax_scale, causal, None, None, None, None)
+    check_launch(q, k, v, softmax_scale, causal, 9)
     num_heads, head_dim = q.shape[1:]
-    dense = all(x.is_contiguous() for x in (q, k, v))
-    if head_dim not in (64, 128) or v.shape[2] != head_dim or not dense or not len(k):
-        raise ValueError(
-            f"q, k, v: got {[tuple(x.shape) for x in (q, k, v)]} with strides "
-            f"{[x.stride() for x in (q, k, v)]}; "
-            "accepted: head size 64 or 128 for all, one key or more, dense"
-        )
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
-        raise ValueError(f"q: got {q.device}; accepted: a GPU of compute capability 9.0, a CPU")
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-
-    def tiles_of(x: Tensor, rows: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for([rows, head_dim], gl.bfloat16)
-        return TensorDescriptor.from_tensor(x.flatten(1), [rows, head_dim], layout)
-
     if out.numel():
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         with nullcontext() if q.is_cuda else on_the_machine(90):

@@ -4,13 +4,8 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l09_flash_attention.lab.specs
 """
 
-from lessons.l09_flash_attention.hopper.gluon_flash import (
-    BLOCK_N,
-    CONSUMERS,
-    NUM_WARPS,
-    ROWS,
-    STAGES,
-)
+from lessons.l09_flash_attention.blackwell import gluon_flash as blackwell
+from lessons.l09_flash_attention.hopper import gluon_flash as hopper
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
@@ -128,13 +123,17 @@ def fp8_spec(head_dim: int) -> KernelSpec:
     )
 
 
-def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
-    """flash_hopper_kernel; its descriptors of 16-bit rows are swizzled over 128 bytes."""
+def gluon_spec(module, kernel: str, head_dim: int, causal: bool, chip: int, **constexprs):
+    """A Gluon kernel of `module` for its chip; the descriptors of 16-bit rows are swizzled over 128
+    bytes.
+    """
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
-    rows, keys = (f"tensordesc<bf16[{n}, {head_dim}],{layout}>" for n in (ROWS, BLOCK_N))
+    sizes = module.ROWS, module.BLOCK_N
+    rows, keys = (f"tensordesc<bf16[{n}, {head_dim}],{layout}>" for n in sizes)
+    room = module.__name__.split(".")[-2]
     return KernelSpec(
-        f"{ROOM}.hopper.gluon_flash:flash_hopper_kernel",
-        name=f"hopper_bf16_{head_dim}_{'causal' if causal else 'full'}",
+        f"{module.__name__}:{kernel}",
+        name=f"{room}_bf16_{head_dim}_{'causal' if causal else 'full'}",
         signature={
             **dict.fromkeys(("q_desc", "out_desc"), rows),
             **dict.fromkeys(("k_desc", "v_desc"), keys),
@@ -146,13 +145,25 @@ def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
         constexprs={
             "CAUSAL": causal,
             "GROUP": 4,
-            "STAGES": STAGES,
-            "CONSUMERS": CONSUMERS,
-            "num_warps": NUM_WARPS,
+            "STAGES": module.STAGES,
+            **constexprs,
+            "num_warps": module.NUM_WARPS,
         },
-        num_warps=NUM_WARPS,
-        chips=(90,),
+        num_warps=module.NUM_WARPS,
+        chips=(chip,),
     )
+
+
+def hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
+    """flash_hopper_kernel."""
+    launch = hopper, "flash_hopper_kernel", head_dim, causal, 90
+    return gluon_spec(*launch, CONSUMERS=hopper.CONSUMERS)
+
+
+def blackwell_spec(head_dim: int, causal: bool) -> KernelSpec:
+    """flash_blackwell_kernel."""
+    launch = blackwell, "flash_blackwell_kernel", head_dim, causal, 100
+    return gluon_spec(*launch, GROUPS=blackwell.GROUPS, COLUMNS=blackwell.COLUMNS)
 
 
 KERNELS = [
@@ -175,4 +186,6 @@ KERNELS += [
 ]
 KERNELS += [flash_spec("bf16", 128, 90, options=OPTIONS)]
 KERNELS += [fa1_spec(dtype) for dtype in ("bf16", "fp32")] + [fp8_spec(64), fp8_spec(128)]
-KERNELS += [hopper_spec(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
+GLUON = [(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
+KERNELS += [hopper_spec(*launch) for launch in GLUON]
+KERNELS += [blackwell_spec(*launch) for launch in GLUON]

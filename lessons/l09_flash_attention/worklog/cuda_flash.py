@@ -61,7 +61,7 @@ def flash_attention_cuda(
     """One sequence. q: [T, Hq, D], k, v: [Tk, Hkv, D], bfloat16 ("tiled" takes float32 too), dense,
     D 64 or 128 -> out: [T, Hq, D], lse: [T, Hq].
 
-    Raises ValueError, and RuntimeError where cuda.core is missing.
+    Raises ValueError, and CompileError where NVRTC is missing.
     """
     if version not in VERSIONS:
         raise ValueError(f"version: got {version!r}; accepted: {', '.join(VERSIONS)}")

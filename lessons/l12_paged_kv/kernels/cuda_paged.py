@@ -40,7 +40,7 @@ def paged_decode_cuda(
 ) -> Tensor:
     """As `paged_decode`, with q: [B, Hq, D], D 64 or 128 for K and V alike -> [B, Hq, D].
 
-    Raises ValueError, and RuntimeError where cuda.core is missing, on a CPU a C++ compiler.
+    Raises ValueError, and CompileError where NVRTC is missing.
     """
     check_decode(q, k_cache, v_cache, block_table, context_lens, window)
     check_rows(q, k_cache, v_cache)

@@ -28,8 +28,8 @@ W4A16 = {
 def w4a16_cuda(x: Tensor, weight: GroupedInt, bias: Tensor | None = None) -> Tensor:
     """x: [M, K]; weight: [N, K], 4 bits, float16 scales; bias: [N] or None -> [M, N] in x's dtype.
 
-    Made for M = 1: every row of x reads the codes again. Raises ValueError, and RuntimeError where
-    cuda.core is missing, on a CPU a C++ compiler.
+    Made for M = 1: every row of x reads the codes again. Raises ValueError, and CompileError where
+    NVRTC is missing.
     """
     check_matmul(x, weight, bias)
     check_layout(weight)

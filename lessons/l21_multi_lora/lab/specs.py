@@ -77,3 +77,54 @@ KERNELS = [
     )
     for rank in ranks
 ]
+
+
+def slices_specs(dtype: str, tiles: Tiles, max_rank: int) -> list[KernelSpec]:
+    """shrink_slices_kernel and expand_slices_kernel as `add_lora_together` launches them."""
+    block_r = block_of_ranks(max_rank)
+    shared = {
+        "order_ptr": "*i32",
+        "tiles_ptr": "*i32",
+        "ranks_ptr": "*i32",
+        "partials_ptr": "*fp32",
+        **dict.fromkeys(("num_rows", "max_rank", "num_slots"), "i32"),
+    }
+    strides = ("stride_q", "stride_k", "stride_v")
+    outputs = ("q_outputs", "k_outputs", "v_outputs")
+    shrink = KernelSpec(
+        f"{ROOM}.kernels.slices:shrink_slices_kernel",
+        name=f"slices_shrink_{dtype}_r{max_rank}",
+        signature=shared
+        | dict.fromkeys(("x_ptr", "a_ptr"), f"*{dtype}")
+        | dict.fromkeys(("size", "stride_x"), "i32"),
+        constexprs={
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_R": block_r,
+            "BLOCK_K": tiles.block_k,
+            "SPLIT_K": tiles.split_k,
+            "RANK_BLOCKS": -(-max_rank // block_r),
+            "NUM_STAGES": tiles.num_stages,
+        },
+        num_warps=tiles.num_warps,
+        divisible_by_16=("size", "stride_x", "max_rank"),
+        chips=WITH_MATRIX_UNITS,
+    )
+    expand = KernelSpec(
+        f"{ROOM}.kernels.slices:expand_slices_kernel",
+        name=f"slices_expand_{dtype}_r{max_rank}",
+        signature=shared
+        | dict.fromkeys(("b_ptr", "q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
+        | {"scaling_ptr": "*fp32", **dict.fromkeys(("num_splits", *strides, *outputs), "i32")},
+        constexprs={"BLOCK_M": BLOCK_M, "BLOCK_N": tiles.block_n, "BLOCK_R": block_r},
+        num_warps=tiles.num_warps,
+        divisible_by_16=(*strides, *outputs, "max_rank"),
+        chips=WITH_MATRIX_UNITS,
+    )
+    return [shrink, expand]
+
+
+KERNELS += [
+    spec
+    for dtype, rank in (("bf16", 16), ("bf16", 64), ("fp16", 16))
+    for spec in slices_specs(dtype, TILES, rank)
+]

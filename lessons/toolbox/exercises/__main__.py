@@ -7,13 +7,15 @@ from pathlib import Path
 
 from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, all_exercises, write_stub
+from lessons.toolbox.exercises.kernels import print_ladder
 from lessons.toolbox.exercises.progress import export_progress, print_progress
 from lessons.toolbox.exercises.report import run_checks
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser("python -m lessons.toolbox.exercises", description=__doc__)
-    parser.add_argument("command", choices=("generate", "cells", "check", "progress", "kills"))
+    commands = ("generate", "cells", "check", "progress", "kernels", "kills", "otter")
+    parser.add_argument("command", choices=commands)
     parser.add_argument(
         "which", nargs="?", help="a lesson (02), or for check one exercise (2.1); default: all"
     )
@@ -38,6 +40,16 @@ def run(options: argparse.Namespace) -> int:
         print_progress()
         if options.export:
             export_progress(options.export)
+        return 0
+    if options.command == "kernels":
+        print_ladder()
+        return 0
+    if options.command == "otter":
+        import nbformat
+
+        from lessons.toolbox.exercises.assignment import otter_notebook  # needs nbformat
+
+        print(nbformat.writes(otter_notebook(options.which or "")))
         return 0
     files = dict.fromkeys(entry.file for entry in all_exercises(options.which))
     if options.command == "generate":

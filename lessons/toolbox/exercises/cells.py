@@ -158,7 +158,7 @@ def run_cell(which: str, code: str, namespace: dict) -> None:
             print(f"this cell is the stub, so exercises/{entry.file} is checked as it is")
         is_solved = not untouched_line(path.read_text(encoding="utf-8"), entry.id)
         if is_solved:
-            run_checks(entry.id)
+            run_checks(entry.id, again="run this cell; three hints are in the folds above it")
             sys.modules.pop(f"exercises.{path.stem}", None)  # what was loaded before this cell
             module = load_file(path)
             namespace |= {name: getattr(module, name) for name in names_of(entry)}

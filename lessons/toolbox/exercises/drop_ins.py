@@ -4,7 +4,7 @@
         print(part.exercise_id, part.replaces, part.how)
 
 Where an exercise asks for other arguments than the engine has, `through` names a function of
-reference/yours/ that stands between the two: through(yours, original) -> what takes the place of
+reference/ladder/yours/ that stands between the two: through(yours, original) -> what takes the place of
 `original`. It calls `yours`, and adds nothing that the exercise asks for.
 """
 

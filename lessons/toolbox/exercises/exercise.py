@@ -20,6 +20,8 @@ A gap in a helper that carries no decorator names its exercise: `# SOLUTION 2.1`
     python -m lessons.toolbox.exercises check [02 | 2.1]   what `make check` runs
     python -m lessons.toolbox.exercises progress [--export FILE]   the map of the course, as CSV
     python -m lessons.toolbox.exercises kills [02]         which check rejects which wrong answer
+    python -m lessons.toolbox.exercises kernels            what each kernel exercise asks for
+    python -m lessons.toolbox.exercises otter 02           the lesson as an Otter-Grader assignment
 """
 
 import ast

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import sys
 import traceback
+import types
 from pathlib import Path
 from types import ModuleType
 
@@ -43,7 +44,7 @@ def load_file(path: Path) -> ModuleType:
         return sys.modules[name]
     if path in _never_loaded:
         raise ExerciseError(
-            f"{_short(path)} does not finish loading: is there a loop outside every function?"
+            f"{short_path(path)} does not finish loading: is there a loop outside every function?"
         )
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -67,22 +68,24 @@ def load_exercise(folder: Path, entry: Exercise):
     path = folder / entry.file
     if not path.exists():
         raise ExerciseError(
-            f"{_short(path)} is missing; get it back: "
+            f"{short_path(path)} is missing; get it back: "
             f"python -m lessons.toolbox.exercises generate {entry.lesson}"
         )
     source = path.read_text(encoding="utf-8", errors="replace")
     if line := untouched_line(source, entry.id):
         raise NotImplementedError(
-            f"Exercise {entry.id}: {entry.title} ({_short(path)}, line {line})"
+            f"Exercise {entry.id}: {entry.title} ({short_path(path)}, line {line})"
         )
     if borrowed := _borrowed(source, entry):
         raise ExerciseError(
-            f"{_short(path)} imports {borrowed}, which holds the answer: write exercise {entry.id} "
-            "without it"
+            f"{short_path(path)} imports {borrowed}, which holds the answer: write exercise "
+            f"{entry.id} without it"
         )
     found = getattr(load_file(path), entry.name, None)
     if found is None:
-        raise ExerciseError(f"{_short(path)} has no `{entry.name}` any more (exercise {entry.id})")
+        raise ExerciseError(
+            f"{short_path(path)} has no `{entry.name}` any more (exercise {entry.id})"
+        )
     return found
 
 
@@ -115,17 +118,35 @@ def describe(error: BaseException, path: Path) -> str:
     """An exception in one line: what, and where it passed through `path` (else where it was
     raised).
     """
-    if type(error).__name__ == "InterpreterError":
-        error = error.__cause__ or error  # Triton's interpreter wraps what a kernel raises
-    kind, message = type(error).__name__, str(error).strip().split("\n")[0]
+    error = cause_of(error)
     if isinstance(error, SyntaxError) and error.filename == str(path):
         line, code = error.lineno, (error.text or "").strip()
-        return f"{_short(path)}, line {line}: {kind}: {error.msg}: `{code}`"
+        return f"{short_path(path)}, line {line}: SyntaxError: {error.msg}: `{code}`"
     frames = traceback.extract_tb(error.__traceback__)
     at = next((frame for frame in reversed(frames) if frame.filename == str(path)), frames[-1])
-    what = f"{kind}: {message}".rstrip(": ")
-    return f"{_short(Path(at.filename))}, line {at.lineno}: {what}: `{at.line}`"
+    return f"{short_path(Path(at.filename))}, line {at.lineno}: {named(error)}: `{at.line}`"
 
 
-def _short(path: Path) -> str:
+def named(error: BaseException) -> str:
+    """Its class and the first line of its message."""
+    error = cause_of(error)
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}".rstrip(": ")
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a kernel raised, which Triton's interpreter wraps; else the exception itself."""
+    wrapped = type(error).__name__ == "InterpreterError"
+    return (error.__cause__ or error) if wrapped else error
+
+
+def frames_in(error: BaseException, path: Path) -> list[tuple[types.FrameType, int]]:
+    """Of an exception's way, the frames that are in a file, with their lines; the outermost
+    first.
+    """
+    steps = traceback.walk_tb(cause_of(error).__traceback__)
+    return [(frame, line) for frame, line in steps if frame.f_code.co_filename == str(path)]
+
+
+def short_path(path: Path) -> str:
     return str(path).removeprefix(f"{ROOT}/")

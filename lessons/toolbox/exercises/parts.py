@@ -1,9 +1,10 @@
 """What an exercise consists of: the function that it decorates, and helpers that have its gaps."""
 
 import ast
+import re
 from functools import cache
 
-from lessons.toolbox.exercises.exercise import SOLUTIONS, Exercise, generate, untouched_line
+from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, Exercise, generate, untouched_line
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -12,6 +13,14 @@ def stub_of(entry: Exercise) -> str:
     """The code of an exercise as the learner gets it: the definitions that have its gaps."""
     text = generate(SOLUTIONS / entry.file)
     return "\n\n\n".join(undecorated(text, node) for node in parts_of(text, entry))
+
+
+def hints_of(entry: Exercise) -> list[str]:
+    """The three hints that the lesson's README folds under an exercise."""
+    (readme,) = (ROOT / "lessons").glob(f"l{entry.lesson}_*/README.md")
+    text = readme.read_text(encoding="utf-8")
+    _, _, fold = text.partition(f"<details><summary><b>{entry.id} ")
+    return re.findall(r"<summary>Hint \d[^<]*</summary>\s*(.*?)\s*</details>", fold, re.S)[:3]
 
 
 @cache

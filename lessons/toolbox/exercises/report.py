@@ -18,25 +18,29 @@ from lessons.toolbox.exercises.loading import folder_of
 from lessons.toolbox.exercises.progress import FAIL, LOOKS, NOT_RUN, PASS, TODO, remember
 from lessons.toolbox.measure.device import CHIP, has_gpu, has_triton
 
+PRINTS = 12  # lines of the learner's output that are shown
+NOT_THEIRS = ("-----", "program order")  # lines that pytest and the course print
 LAVISH = 1.5  # times the sectors that its bytes need: worth a sentence
 
 
-def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
+def run_checks(which: str | int | None, impl: str = "exercises", again: str = "") -> bool:
     """Check a lesson, one exercise or everything in a process of its own; print a summary; True if
-    nothing failed or is to do.
+    nothing failed or is to do. again: how to check one exercise again, if not by a command.
     """
     entries, console = all_exercises(which), Console(highlight=False, soft_wrap=True)
     folder_of(impl)  # an unknown one is said at once
     with console.status("checking …"):
-        records = _records(entries, impl)
+        records = records_of(entries, impl)
     kernels = [e for e in entries if status_of(e, records) == PASS and has_kernel(e)]
     compiled = []
     if kernels and has_triton() and not has_gpu():
         with console.status("running the compiled kernels …"):
-            compiled = _records(kernels, impl, {CHIP: "90", "TRITON_INTERPRET": "0"})
+            compiled = records_of(kernels, impl, {CHIP: "90", "TRITON_INTERPRET": "0"})
     statuses = {}
     for entry in entries:
-        statuses[entry] = _print_exercise(console, entry, records)
+        statuses[entry] = _print_exercise(
+            console, entry, records, again or command_for(entry, impl)
+        )
         if entry in kernels and compiled:
             console.print("          " + escape(traffic_of(entry, compiled)))
     found = list(statuses.values())
@@ -45,6 +49,16 @@ def run_checks(which: str | int | None, impl: str = "exercises") -> bool:
     if impl == "exercises":
         remember(statuses)
     return not {FAIL, TODO} & set(found)
+
+
+def command_for(entry: Exercise, impl: str) -> str:
+    """What checks one exercise again: what was called, make or Python."""
+    if impl == "exercises" and "MAKELEVEL" in os.environ:
+        return f"make check LESSON={entry.id}"
+    inside = Path(sys.prefix).is_relative_to(ROOT)
+    python = os.path.relpath(sys.executable, ROOT) if inside else "python"
+    folder = "" if impl == "exercises" else f" --impl {impl}"
+    return f"{python} -m lessons.toolbox.exercises check {entry.id}{folder}"
 
 
 def status_of(entry: Exercise, records: list[dict[str, str]]) -> str:
@@ -72,7 +86,7 @@ def traffic_of(entry: Exercise, records: list[dict[str, str]]) -> str:
     )
 
 
-def _records(
+def records_of(
     entries: list[Exercise], impl: str, variables: dict[str, str] | None = None
 ) -> list[dict[str, str]]:
     """The properties that tests/exercises/conftest.py gives every check. Each exercise by itself if
@@ -81,6 +95,7 @@ def _records(
     files = sorted({f"tests/exercises/test_l{entry.lesson}.py" for entry in entries})
     marks = " or ".join(entry.marker for entry in entries)
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", *files]
+    command += ["-o", "junit_logging=system-out"]  # what the learner prints
     # installed plugins take longer to import than most checks to run
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | (variables or {})
     with tempfile.TemporaryDirectory() as folder:
@@ -91,10 +106,15 @@ def _records(
         )
         if done.returncode in (0, 1) and report.exists():
             cases = ElementTree.parse(report).iter("testcase")
-            return [{p.get("name"): p.get("value") for p in c.iter("property")} for c in cases]
+            return [_record(case) for case in cases]
     if len(entries) > 1:
-        return [record for entry in entries for record in _records([entry], impl, variables)]
+        return [record for entry in entries for record in records_of([entry], impl, variables)]
     return [{"exercise": entries[0].id, "status": FAIL, "message": _why_it_broke_off(done)}]
+
+
+def _record(case: ElementTree.Element) -> dict[str, str]:
+    record = {p.get("name"): p.get("value") for p in case.iter("property")}
+    return record | {"prints": case.findtext("system-out", "")}
 
 
 def _why_it_broke_off(done: subprocess.CompletedProcess) -> str:
@@ -111,7 +131,9 @@ def _why_it_broke_off(done: subprocess.CompletedProcess) -> str:
     return ": ".join([*started[-1:], what]) + where
 
 
-def _print_exercise(console: Console, entry: Exercise, records: list[dict[str, str]]) -> str:
+def _print_exercise(
+    console: Console, entry: Exercise, records: list[dict[str, str]], again: str
+) -> str:
     """Print one exercise; returns its status."""
     mine = [record for record in records if record.get("exercise") == entry.id]
     found, status = [record["status"] for record in mine], status_of(entry, records)
@@ -119,11 +141,19 @@ def _print_exercise(console: Console, entry: Exercise, records: list[dict[str, s
     title = f"[bold]{entry.id}[/]  {escape(entry.title)}"
     console.print(f"{LOOKS[status]} {status:7}[/] {title}  {count}")
     if status in (FAIL, NOT_RUN):
-        message = next((r["message"] for r in mine if r["status"] == status), "no check ran")
-        console.print("          " + escape(message).replace("\n", "\n          "))
-    if status == FAIL:
-        inside = Path(sys.prefix).is_relative_to(ROOT)
-        python = os.path.relpath(sys.executable, ROOT) if inside else "python"
-        command = f"{python} -m pytest tests/exercises -m {entry.marker} --impl exercises"
-        console.print(f"          [dim]all of it, your prints too: {command}[/]")
+        first = next((r for r in mine if r["status"] == status), {"message": "no check ran"})
+        lines = first["message"].splitlines()
+        if status == FAIL:
+            lines += [f"  {line}" for line in _prints(first)]
+            lines.append(f"again: {again}")
+        for line in lines:
+            console.print("          " + escape(line))
     return status
+
+
+def _prints(failed: dict[str, str]) -> list[str]:
+    """What the learner's code printed in that check, its last lines."""
+    text = failed.get("prints", "").strip("\n")
+    lines = [line for line in text.splitlines() if not line.startswith(NOT_THEIRS)]
+    left = [f"… {len(lines) - PRINTS} lines before"] if len(lines) > PRINTS else []
+    return ["it printed:", *left, *lines[-PRINTS:]] if lines else []

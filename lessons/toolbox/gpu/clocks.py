@@ -81,6 +81,12 @@ class Clocks:
         """[2, lanes, agents]: what they can tell others."""
         return np.stack([self.clock[cta, agent], self.fenced[cta, agent]])
 
+    def told(self, cta: np.ndarray, agent) -> np.ndarray:
+        """[2, lanes, agents]: the same, and what they do from here on is not a part of it."""
+        known = self.known(cta, agent)
+        self.step(cta, agent)
+        return known
+
     def learn(self, cta: np.ndarray, agent, known: np.ndarray) -> None:
         """Each pair (cta, agent) once: they are told what others knew."""
         self.clock[cta, agent] = np.maximum(self.clock[cta, agent], known[0])

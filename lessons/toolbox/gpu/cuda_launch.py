@@ -25,10 +25,10 @@ def compiled(source: str, file: str, chip: int) -> dict[str, Kernel]:
 def run(
     source: str, file: str, name: str, chip: int, grid, block, shared_bytes: int, given: list
 ) -> Launch:
-    """Launch kernel `name`. given: tensors and NumPy scalars, one for each parameter. Raises
-    CompileError, ValueError for arguments that do not fit or a launch that no GPU takes, Fault.
+    """Launch kernel `name`. grid, block: three numbers each; given: tensors and NumPy scalars, one
+    for each parameter. Raises CompileError, ValueError for arguments that do not fit or a launch
+    that no GPU takes, Fault.
     """
-    grid, block = three(grid), three(block)
     if not 0 < math.prod(block) <= MAX_THREADS or min(grid) < 1:
         raise ValueError(
             f"{name}: got grid {grid}, block {block}; accepted: 1 to {MAX_THREADS} threads a "
@@ -63,11 +63,6 @@ def run(
     for told in WATCHERS:
         told(done)
     return done
-
-
-def three(size) -> tuple[int, int, int]:
-    size = size if isinstance(size, tuple) else (size,)
-    return (*map(int, size), 1, 1)[:3]
 
 
 def check_kind(name: str, index: int, type_: str, size: int, value) -> None:

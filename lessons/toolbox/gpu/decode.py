@@ -48,7 +48,8 @@ WITHOUT_RESULT = ("st", "red", "bar", "barrier", "bra", "cp", "stmatrix", "fence
 @dataclass(frozen=True)
 class Step:
     """run(threads, mask) for what only computes; control(run, taking, leaving) for what decides
-    where threads go on. reads, writes: the registers that it needs, that it fills at once.
+    where threads go on. reads, writes: the registers that it needs, that it fills at once. packs:
+    it makes one wide register of narrow ones.
     """
 
     run: Callable | None
@@ -57,6 +58,7 @@ class Step:
     negated: bool
     reads: frozenset[str]
     writes: frozenset[str]
+    packs: bool = False
 
 
 def decode(instruction: Instruction, kernel: Kernel) -> Step:
@@ -71,7 +73,8 @@ def decode(instruction: Instruction, kernel: Kernel) -> Step:
             continue  # the name is known, this form of it is not: another family may know it
         run, steers = (None, built) if family in (control, mbarrier) else (built, None)
         when = instruction.predicate, instruction.negated
-        return Step(run, steers, *when, reads(instruction), writes(instruction))
+        packs = instruction.op == "mov" and isinstance(instruction.operands[-1], tuple)
+        return Step(run, steers, *when, reads(instruction), writes(instruction), packs)
     raise UnknownInstruction(
         f"{kernel.name}, {instruction.line}: the machine does not know {instruction.text!r}"
     )

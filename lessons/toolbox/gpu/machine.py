@@ -269,7 +269,7 @@ class Run:
             early = step.reads & threads.products.names(self.masked(mask))
             who = "a matrix product (wgmma)"
         elif threads.tensor is not None and threads.tensor.loads:
-            early = step.reads & threads.tensor.loading(threads, self.masked(mask))
+            early = threads.tensor.read_early(threads, step, self.masked(mask))
             who = "a load from tensor memory (tcgen05.ld)"
         if early:
             threads.fail(

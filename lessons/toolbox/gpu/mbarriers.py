@@ -77,10 +77,8 @@ class MemoryBarriers:
     def tell(self, state: State, where: np.ndarray, agents) -> None:
         """Who waits for this phase will know what these agents know now."""
         clocks = self.threads.clocks
-        known = clocks.known(where, agents)
-        for told, part in zip(state.arrived, known):
+        for told, part in zip(state.arrived, clocks.told(where, agents)):
             np.maximum.at(told, where, part)
-        clocks.step(where, agents)
 
     def bring(self, address: int, lanes: np.ndarray, count: int) -> None:
         """The copy engine has delivered `count` bytes for each lane's program."""

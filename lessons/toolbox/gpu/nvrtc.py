@@ -37,6 +37,17 @@ def ptx_of(source: str, file: str, chip: int) -> str:
     """The PTX of a file's text for a chip, 90 for sm_90a; file: its path, which the lines name.
     Raises CompileError, one line.
     """
+    text, _ = translated(source, file, chip, "PTX", "--generate-line-info")
+    return text.rstrip(b"\0 ").decode()
+
+
+def cubin_of(source: str, file: str, chip: int) -> tuple[bytes, str]:
+    """The same as machine code, and what ptxas says of it: registers, spills, shared memory."""
+    return translated(source, file, chip, "CUBIN", "--ptxas-options=-v")
+
+
+def translated(source: str, file: str, chip: int, form: str, option: str) -> tuple[bytes, str]:
+    """A file's text in the form "PTX" or "CUBIN", and the compiler's log. Raises CompileError."""
     if why := why_not_here():
         raise CompileError(f"{Path(file).name} cannot be compiled: {why}")
     from cuda.bindings import nvrtc
@@ -50,19 +61,24 @@ def ptx_of(source: str, file: str, chip: int) -> str:
 
     program = None
     program = done(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
-    options = [f"--gpu-architecture={architecture(chip)}", "--std=c++17", "--generate-line-info"]
+    options = [f"--gpu-architecture={architecture(chip)}", "--std=c++17", option]
     done(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
-    text = b" " * done(nvrtc.nvrtcGetPTXSize(program))
-    done(nvrtc.nvrtcGetPTX(program, text))
-    return text.rstrip(b"\0 ").decode()
+    code = b" " * done(getattr(nvrtc, f"nvrtcGet{form}Size")(program))
+    done(getattr(nvrtc, f"nvrtcGet{form}")(program, code))
+    return code, log_of(nvrtc, program)
+
+
+def log_of(nvrtc, program) -> str:
+    """What the compiler has said."""
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    return log.rstrip(b"\0 ").decode()
 
 
 def first_error(nvrtc, program) -> str:
     """What the compiler complains of first."""
     if program is None:
         return ""
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    lines = [line for line in log.decode().splitlines() if "error" in line]
+    lines = [line for line in log_of(nvrtc, program).splitlines() if "error" in line]
     return lines[0].strip() if lines else ""

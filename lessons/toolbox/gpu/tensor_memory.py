@@ -46,6 +46,18 @@ class TensorMemory:
             n for load in self.loads if warps[threads.warp[load.lanes]].any() for n in load.names
         }
 
+    def read_early(self, threads, step, here: np.ndarray) -> frozenset[str]:
+        """The registers that a step reads while a load fills them. To pack two of them is no read:
+        the pair is another name of the same registers, and the load fills it, too.
+        """
+        early = step.reads & self.loading(threads, here)
+        if not step.packs:
+            return early
+        for load in self.loads:
+            if not early.isdisjoint(load.names):
+                load.names += tuple(step.writes)
+        return frozenset()
+
     # ------------------------------------------------------------ allocation
 
     def allocate(self, threads, columns: int, lanes: np.ndarray) -> np.ndarray:

@@ -46,6 +46,7 @@ from lessons.toolbox.measure.device import has_triton, version_of
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "results" / "compiled"
+EARLIER = RECORDED / "triton_3.6"  # the same kernels by the Triton of torch 2.11
 CACHE = ROOT / "build" / "compile_check"
 
 
@@ -67,9 +68,7 @@ def check_all(specs: Iterable[KernelSpec], chips: Iterable[int] | None = None) -
 
 
 def check_cuda(source: str, chips: Iterable[int] = CHIPS, name: str = "CUDA C++") -> list[Report]:
-    """Compile CUDA C++ with NVRTC through cuda.core, for each chip. Without it every report says
-    that it was not run.
-    """
+    """Compile CUDA C++ with NVRTC for each chip; without it no report was run."""
     return check_jobs([cuda_job(source, chip, name) for chip in chips])
 
 
@@ -102,8 +101,9 @@ def recorded(folder: Path = RECORDED) -> dict[str, Report]:
 
 def kept(job: Job) -> Report | None:
     """The committed report of a job by the same compiler, else the one under build/, else None."""
-    found = recorded().get(job.key)
-    if found is None or found.compiler != job.compiler:
+    both = (recorded(folder).get(job.key) for folder in (RECORDED, EARLIER))
+    found = next((report for report in both if report and report.compiler == job.compiler), None)
+    if found is None:
         file = cache_file(job)
         if not file.exists():
             return None

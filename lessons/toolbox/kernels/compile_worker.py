@@ -8,7 +8,6 @@ with it.
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from lessons.toolbox.gpu.nvrtc import architecture
+from lessons.toolbox.gpu import nvrtc
 
 
 def compile_triton(spec: dict, chip: int, stderr: Path) -> dict:
@@ -96,34 +95,25 @@ def _constexpr(value: object) -> object:
 
 def nvrtc_version() -> str:
     """ "nvrtc 13.5", or "nvrtc" where it cannot be used."""
-    try:
-        from cuda.bindings import nvrtc
+    if nvrtc.why_not_here():
+        return "nvrtc"
+    from cuda.bindings import nvrtc as bindings
 
-        if importlib.util.find_spec("cuda.core"):
-            _, major, minor = nvrtc.nvrtcVersion()
-            return f"nvrtc {major}.{minor}"
-    except (ImportError, RuntimeError):  # RuntimeError: the library itself is not there
-        pass
-    return "nvrtc"
+    _, major, minor = bindings.nvrtcVersion()
+    return f"nvrtc {major}.{minor}"
 
 
 def compile_cuda(source: str, chip: int) -> dict:
     """The same for CUDA C++, through NVRTC."""
+    if why := nvrtc.why_not_here():
+        return {"error": f"not run: {why}"}
     try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError:
-        return {"error": "not run: cuda.core not installed"}
-    log = io.StringIO()
-    try:
-        arch = architecture(chip)
-        options = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v"])
-        cubin = Program(source, "c++", options).compile("cubin", logs=log).code
-    except Exception as error:
-        missing = "DynamicLibNotFound" in type(error).__name__
-        return {"error": "not run: NVRTC not found" if missing else _one_line(error, "")}
+        cubin, log = nvrtc.cubin_of(source, "kernel.cu", chip)
+    except nvrtc.CompileError as error:
+        return {"error": _one_line(error, "")}
     # a file may hold several kernels
-    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log.getvalue())]
-    return measure(log.getvalue(), bytes(cubin)) | {"shared_bytes": max(shared, default=0)}
+    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log)]
+    return measure(log, cubin) | {"shared_bytes": max(shared, default=0)}
 
 
 def measure(ptxas_log: str, cubin: bytes) -> dict:

@@ -5,12 +5,12 @@
     # grid, threads a block; as in Triton
     SOFTMAX[num_rows, 1024](scores, probs, lse, num_columns, stride_row)
 
-The tensors' device decides where it runs. On a GPU: compiled by NVRTC through cuda.core (NVIDIA's
-Python package, no nvcc), on PyTorch's stream. On a CPU: compiled by NVRTC for an H100, or for the
-chip of LADDER_CHIP, and run by `lessons.toolbox.gpu`, instruction by instruction. That finds races,
-addresses out of bounds and barriers that some threads miss, and tells no times. What is missing for
-either is said in one line, and naming a kernel costs nothing. `compile_check.check_cuda` compiles
-the same source for five GPU generations without a GPU.
+The tensors' device decides where it runs. On a GPU: compiled by NVRTC (no nvcc) and launched on
+PyTorch's stream, both through cuda-bindings, NVIDIA's Python package. On a CPU: compiled by NVRTC
+for an H100, or for the chip of LADDER_CHIP, and run by `lessons.toolbox.gpu`, instruction by
+instruction. That finds races, addresses out of bounds and barriers that some threads miss, and
+tells no times. What is missing for either is said in one line, and naming a kernel costs nothing.
+`compile_check.check_cuda` compiles the same source for five GPU generations without a GPU.
 
 How Python values arrive: a tensor as the address of its first element, an int as `long long`, a
 float as `float`; a NumPy scalar as the type that it has. On a GPU nothing checks them against the
@@ -24,14 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lessons.toolbox.gpu.nvrtc import architecture
+from lessons.toolbox.gpu.nvrtc import CompileError, cubin_of
+from lessons.toolbox.kernels.cuda_driver import function_of
+from lessons.toolbox.kernels.cuda_driver import launch as driver_launch
 from lessons.toolbox.measure.device import machine_chip
-
-MISSING = (
-    "cuda.core is not installed, so no CUDA C++ kernel can run: pip install cuda-core "
-    "cuda-bindings nvidia-cuda-nvrtc "
-    '(for CUDA 12: "cuda-core[cu12]")'
-)
 
 
 class CudaKernel:
@@ -44,7 +40,7 @@ class CudaKernel:
 
     def __init__(self, file: Path, name: str):
         self.file, self.name = Path(file), name
-        self.of_device = {}  # index of a device -> cuda.core's Kernel
+        self.of_device = {}  # index of a device -> the driver's function
 
     def __repr__(self) -> str:
         return f"CudaKernel({self.file.name}: {self.name})"
@@ -55,8 +51,9 @@ class CudaKernel:
     def launch(self, grid, block, shared_bytes: int = 0, *, arguments: tuple) -> None:
         """Run the kernel where the tensors are; on a GPU, put it on the current stream.
 
-        Raises ValueError for arguments that no kernel takes, RuntimeError without cuda.core or
-        NVRTC or if the file does not compile; on a CPU Fault for what the kernel does wrong.
+        Raises ValueError for arguments that no kernel takes, CompileError without NVRTC or if the
+        file does not compile, RuntimeError for what a GPU's driver refuses; on a CPU Fault for what
+        the kernel does wrong.
         """
         device = common_device(self.name, arguments)
         if device.type == "cpu":
@@ -65,35 +62,29 @@ class CudaKernel:
 
             code = self.file.read_text(encoding="utf-8"), str(self.file), self.name, machine_chip()
             given = typed(self.name, arguments)
-            cuda_launch.run(*code, grid, block, shared_bytes, given)
+            cuda_launch.run(*code, three(grid), three(block), shared_bytes, given)
         else:
             self.launch_on_gpu(device, grid, block, shared_bytes, arguments)
 
     def launch_on_gpu(self, device, grid, block, shared_bytes, arguments: tuple) -> None:
         """The launch on a CUDA device."""
-        core = cuda_core()
+        values = packed(self.name, arguments)
         with torch.cuda.device(device):
             if device.index not in self.of_device:
-                code = compiled(self.file.read_text(encoding="utf-8"), self.file.name, device.index)
-                self.of_device[device.index] = code.get_kernel(self.name)
+                code = compiled(self.file.read_text(encoding="utf-8"), self.file, device.index)
+                self.of_device[device.index] = function_of(code, self.name, device.index)
             # PyTorch's stream, because a kernel on another one would not wait until the tensors are
             # written.
-            stream = core.Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
-            core.launch(
-                stream,
-                core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes),
-                self.of_device[device.index],
-                *packed(self.name, arguments),
-            )
+            stream = torch.cuda.current_stream(device).cuda_stream
+            sizes = three(grid), three(block)
+            kernel = self.of_device[device.index]
+            driver_launch(kernel, device.index, *sizes, shared_bytes, stream, values)
 
 
-def cuda_core():
-    """The module cuda.core. Raises RuntimeError, one line, where it is not installed."""
-    try:
-        import cuda.core
-    except ImportError:
-        raise RuntimeError(MISSING) from None
-    return cuda.core
+def three(size: int | tuple) -> tuple[int, int, int]:
+    """A grid or a block with all its dimensions: 5 -> (5, 1, 1)."""
+    size = size if isinstance(size, tuple) else (size,)
+    return (*map(int, size), 1, 1)[:3]
 
 
 def common_device(name: str, arguments: tuple) -> torch.device:
@@ -131,27 +122,17 @@ def typed(name: str, arguments: tuple) -> list[Tensor | np.generic]:
     return found
 
 
-def packed(name: str, arguments: tuple) -> list:
-    """The arguments as cuda.core passes them on: addresses, and numbers of a known width."""
+def packed(name: str, arguments: tuple) -> list[np.generic]:
+    """The arguments as the driver copies them: addresses, and numbers of a known width."""
     given = typed(name, arguments)
-    return [value.data_ptr() if isinstance(value, Tensor) else value for value in given]
+    return [np.uint64(x.data_ptr()) if isinstance(x, Tensor) else x for x in given]
 
 
 @cache
-def compiled(source: str, file_name: str, device_index: int):
-    """The file's machine code for one device, an ObjectCode of cuda.core; compiled once a process.
-    Raises RuntimeError.
-    """
-    core = cuda_core()
-    core.Device(device_index).set_current()  # the context that PyTorch uses as well
+def compiled(source: str, file: Path, device_index: int) -> bytes:
+    """The file's machine code for one device; compiled once a process. Raises CompileError."""
     major, minor = torch.cuda.get_device_capability(device_index)
-    options = core.ProgramOptions(arch=architecture(10 * major + minor), std="c++17")
     try:
-        return core.Program(source, "c++", options).compile("cubin")
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if "error" in line] or [
-            repr(error)
-        ]
-        raise RuntimeError(
-            f"{file_name} does not compile for compute capability {major}.{minor}: {lines[0]}"
-        ) from None
+        return cubin_of(source, str(file), 10 * major + minor)[0]
+    except CompileError as error:
+        raise CompileError(f"for compute capability {major}.{minor}: {error}") from None

@@ -66,7 +66,7 @@ def hash_of(kernel) -> str:
     return kernel_hash(kernel)
 
 
-WITHOUT_GPU = ("interpreter", "sm_90")  # the second for Gluon and CUDA C++
+WITHOUT_GPU = ("interpreter", "sm_90", "sm_100")  # the chips for Gluon and CUDA C++
 
 
 def is_cuda_cpp(kernel) -> bool:
@@ -74,9 +74,11 @@ def is_cuda_cpp(kernel) -> bool:
     return str(kernel).endswith(".cu")
 
 
-def where(kernel) -> str:
+def where(kernel, chip: int | None = None) -> str:
     """Where this process runs a kernel: "cuda"; without a GPU "interpreter", or "sm_80" for the
     compiled code of that chip; "rehearsal" on a pretended GPU, which proves nothing.
+
+    chip: the only one that a Gluon kernel is for, 100 for sm_100; without it any.
     """
     # here, because it imports PyTorch, which the reading of records does without
     from lessons.toolbox.measure.device import has_gpu, interpreting, machine_chip, rehearsing
@@ -87,7 +89,7 @@ def where(kernel) -> str:
         return "cuda"
     if interpreting() and not (is_cuda_cpp(kernel) or getattr(kernel, "is_gluon", bool)()):
         return "interpreter"
-    return f"sm_{machine_chip()}"
+    return f"sm_{chip or machine_chip()}"
 
 
 # ---------------------------------------------------------------- what a test records
@@ -99,15 +101,15 @@ class Proof:
     def __init__(self):
         self.kernels = {}
 
-    def record(self, kernel, errors=None) -> None:
+    def record(self, kernel, errors=None, chip: int | None = None) -> None:
         """Say that `kernel` was proved here, with what `numerics.prove` or `assert_close_to_oracle`
         measured.
 
         kernel: the @triton.jit function, or the path of a .cu file; errors: Errors, several of
-        them, or None for a bitwise proof. Of all that one test records for a kernel, the errors
-        nearest to their limit (rule E1) are kept.
+        them, or None for a bitwise proof; chip: as in `where`. Of all that one test records for a
+        kernel, the errors nearest to their limit (rule E1) are kept.
         """
-        entry = {"hash": hash_of(kernel), "errors": None, "where": where(kernel)}
+        entry = {"hash": hash_of(kernel), "errors": None, "where": where(kernel, chip)}
         entry = self.kernels.setdefault(kernel_name(kernel), entry)
         for measured in errors if isinstance(errors, (list, tuple)) else [errors]:
             if measured is not None:

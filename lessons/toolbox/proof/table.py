@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessons.toolbox.kernels import compile_check
+from lessons.toolbox.kernels.compile_check import EARLIER
 from lessons.toolbox.kernels.compile_report import CHIPS, Job, Report
 from lessons.toolbox.kernels.kernel_hash import kernel_hash
+from lessons.toolbox.proof import beside
 from lessons.toolbox.proof.machine import ROOT, rooms
 
 COMMAND = "`python -m lessons.toolbox.proof readme` writes it"
@@ -78,22 +80,33 @@ def kernels(root: Path = ROOT) -> dict[str, Kernel]:
 
 
 def record_compiled(root: Path = ROOT) -> None:
-    """Write results/compiled/03.jsonl of every lesson: what the compiler says of its kernels.
-    Compiles those without a report. Raises ValueError where there is no compiler.
+    """Write results/compiled/03.jsonl of every lesson: what the compiler says of its kernels. With
+    Triton 3.6 instead results/compiled/triton_3.6/, for sm_90 alone, the chip of the machines that
+    have it. Compiles those without a report. Raises ValueError where there is no compiler.
     """
+    folder, is_earlier = root / "results" / "compiled", of_earlier_triton()
+    folder = folder / EARLIER.name if is_earlier else folder
     of_lesson: dict[str, list[Job]] = {}
     for key, kernel in kernels(root).items():
-        of_lesson.setdefault(key[:2], []).extend(kernel.jobs)
+        jobs = kernel.jobs
+        if is_earlier:
+            jobs = [job for job in jobs if isinstance(job.source, dict) and job.chip == 90]
+        of_lesson.setdefault(key[:2], []).extend(jobs)
     for lesson, jobs in of_lesson.items():
         reports = compile_check.check_jobs(jobs)
         for report in reports:
             if not report.was_run:
                 raise ValueError(f"{report.name} cannot be compiled here: {report.error}")
         lines = "".join(report.to_json() + "\n" for report in reports)
-        file = root / "results" / "compiled" / f"{lesson}.jsonl"
+        file = folder / f"{lesson}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(lines, encoding="utf-8")
     compile_check.recorded.cache_clear()
+
+
+def of_earlier_triton() -> bool:
+    """Whether the Triton here is the one of EARLIER."""
+    return compile_check.triton_version().startswith(EARLIER.name.replace("_", " "))
 
 
 def compiled_cell(reports: list[Report | None]) -> str:
@@ -202,7 +215,8 @@ def markdown(rows: list[list[str]]) -> str:
     lines = [names, ["---"] * len(names), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     compilers = sorted({report.compiler for report in compile_check.recorded().values()})
-    return f"{table}\n\nCompiled by {' and '.join(compilers)}, without a GPU. {MEANING}"
+    compiled = f"Compiled by {' and '.join(compilers)}, without a GPU. {MEANING}"
+    return "\n\n".join(filter(None, [table, compiled, beside.paragraph(beside.pairs())]))
 
 
 def sentence(rows: list[list[str]]) -> str:

@@ -437,3 +437,73 @@ def page_by_page(q, k_cache, v_cache, block_table, context_lens):
         BLOCK_D=triton.next_power_of_2(q.shape[2]),
     )
     return out
+
+
+@triton.jit
+def two_passes_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    lens_ptr,
+    stride_table,
+    stride_kblock,
+    stride_kn,
+    stride_kh,
+    stride_vblock,
+    stride_vn,
+    stride_vh,
+    scale,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program for each sequence and KV head, all its query heads one after the other. The keys of
+    a head are read twice, one by one: once for the maximum, once for the weights.
+    """
+    b, kv_head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_D)
+    length, inside = tl.load(lens_ptr + b), d < HEAD_DIM
+    for member in range(0, GROUP):
+        head = kv_head * GROUP + member
+        at = (b * tl.num_programs(1) * GROUP + head) * HEAD_DIM + d
+        q = tl.load(q_ptr + at, mask=inside, other=0.0) * scale
+        largest = tl.full((), float("-inf"), tl.float32)
+        for key in range(0, length):
+            page = tl.load(table_ptr + b * stride_table + key // PAGE_SIZE).to(tl.int64)
+            k_at = page * stride_kblock + key % PAGE_SIZE * stride_kn + kv_head * stride_kh + d
+            k = tl.load(k_ptr + k_at, mask=inside, other=0.0)
+            largest = tl.maximum(largest, tl.sum(q * k, axis=0))
+        total, out = tl.full((), 0.0, tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+        for key in range(0, length):
+            page = tl.load(table_ptr + b * stride_table + key // PAGE_SIZE).to(tl.int64)
+            k_at = page * stride_kblock + key % PAGE_SIZE * stride_kn + kv_head * stride_kh + d
+            v_at = page * stride_vblock + key % PAGE_SIZE * stride_vn + kv_head * stride_vh + d
+            k = tl.load(k_ptr + k_at, mask=inside, other=0.0)
+            weight = tl.exp(tl.sum(q * k, axis=0) - largest)
+            total += weight
+            out += weight * tl.load(v_ptr + v_at, mask=inside, other=0.0)
+        tl.store(out_ptr + at, out / tl.maximum(total, 1e-30), mask=inside)
+
+
+@answers.alternative("12.3")
+def in_two_passes(q, k_cache, v_cache, block_table, context_lens):
+    out, kv_heads = torch.empty_like(q), k_cache.shape[2]
+    two_passes_kernel[len(q), kv_heads](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_table,
+        context_lens,
+        block_table.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        q.shape[2] ** -0.5,
+        GROUP=q.shape[1] // kv_heads,
+        PAGE_SIZE=k_cache.shape[1],
+        HEAD_DIM=q.shape[2],
+        BLOCK_D=triton.next_power_of_2(q.shape[2]),
+    )
+    return out

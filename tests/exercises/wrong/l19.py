@@ -680,3 +680,92 @@ def key_by_key(q, k_cache, v_cache, k_scales, v_scales, block_table, context_len
         BLOCK_D=triton.next_power_of_2(q.shape[2]),
     )
     return out
+
+
+@triton.jit
+def halves_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    table_ptr,
+    lens_ptr,
+    out_ptr,
+    num_slots,
+    max_blocks,
+    stride_kblock,
+    stride_kn,
+    stride_kh,
+    stride_vblock,
+    stride_vn,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A page is a tile. Even and odd values apart, so each byte is loaded once, and no value is
+    made: q · (code · scale + lowest) = scale · (q · code) + lowest · Σ q, and likewise for V.
+    """
+    b, head = tl.program_id(0), tl.program_id(1)
+    i, n, own = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N), head // GROUP
+    at, inside = (b * tl.num_programs(1) + head) * HALF_DIM * 2 + 2 * i, i < HALF_DIM
+    root = tl.sqrt(HALF_DIM * 2.0)
+    q_even = tl.load(q_ptr + at, mask=inside, other=0.0) / root
+    q_odd = tl.load(q_ptr + at + 1, mask=inside, other=0.0) / root
+    q_sum = tl.sum(q_even + q_odd, axis=0)
+    length = tl.load(lens_ptr + b)
+    m, l, shared = -float("inf"), 0.0, 0.0
+    even, odd = tl.zeros((BLOCK_H,), tl.float32), tl.zeros((BLOCK_H,), tl.float32)
+    for page in range(0, tl.cdiv(length, PAGE_SIZE)):
+        block = tl.load(table_ptr + b * max_blocks + page).to(tl.int64)
+        held = (n < PAGE_SIZE) & (page * PAGE_SIZE + n < length)
+        mask = held[:, None] & inside[None, :]
+        pair = (own * num_slots + block * PAGE_SIZE + n) * 2
+        k_at = block * stride_kblock + n[:, None] * stride_kn + own * stride_kh + i[None, :]
+        k = tl.load(k_ptr + k_at, mask=mask, other=0)
+        low, high = (k & 15).to(tl.float32), (k >> 4).to(tl.float32)
+        product = tl.sum(low * q_even[None, :] + high * q_odd[None, :], axis=1)
+        scores = product * tl.load(k_scales_ptr + pair, mask=held, other=0.0)
+        scores += q_sum * tl.load(k_scales_ptr + pair + 1, mask=held, other=0.0)
+        scores = tl.where(held, scores, -float("inf"))
+        new = tl.maximum(m, tl.max(scores, axis=0))
+        alpha, p = tl.exp(m - new), tl.exp(scores - new)
+        v_at = block * stride_vblock + n[:, None] * stride_vn + own * stride_vh + i[None, :]
+        v = tl.load(v_ptr + v_at, mask=mask, other=0)
+        weight = (p * tl.load(v_scales_ptr + pair, mask=held, other=0.0))[:, None]
+        even = even * alpha + tl.sum(weight * (v & 15).to(tl.float32), axis=0)
+        odd = odd * alpha + tl.sum(weight * (v >> 4).to(tl.float32), axis=0)
+        lowest = tl.load(v_scales_ptr + pair + 1, mask=held, other=0.0)
+        shared = shared * alpha + tl.sum(p * lowest, axis=0)
+        l, m = l * alpha + tl.sum(p, axis=0), new
+    divisor = tl.maximum(l, 1e-30)
+    tl.store(out_ptr + at, (even + shared) / divisor, mask=inside)
+    tl.store(out_ptr + at + 1, (odd + shared) / divisor, mask=inside)
+
+
+@answers.alternative("19.4")
+def halves_apart(q, k_cache, v_cache, k_scales, v_scales, block_table, context_lens):
+    out, size = torch.empty_like(q), k_cache.shape[1]
+    halves_kernel[q.shape[:2]](
+        q,
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        block_table,
+        context_lens,
+        out,
+        k_scales.shape[1] * size,
+        block_table.shape[1],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=q.shape[1] // k_cache.shape[2],
+        HALF_DIM=k_cache.shape[3],
+        PAGE_SIZE=size,
+        BLOCK_N=triton.next_power_of_2(size),
+        BLOCK_H=triton.next_power_of_2(k_cache.shape[3]),
+    )
+    return out

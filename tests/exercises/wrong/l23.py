@@ -195,6 +195,63 @@ def place_by_place(x, weight, pairs, tile_experts, router):
     return out
 
 
+@triton.jit
+def turned_kernel(
+    x_ptr,
+    weight_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    router_ptr,
+    out_ptr,
+    num_pairs,
+    size,
+    num_outputs,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a tile, the product turned round: an expert's rows times x, [N, 16 pairs]. A tile
+    that is not used has no pair.
+    """
+    tile, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    expert = tl.load(tile_experts_ptr + tile)
+    pair = tl.load(pairs_ptr + tile * BLOCK + lane)
+    is_pair = (pair < num_pairs) & (expert >= 0)
+    matrix = weight_ptr + tl.maximum(expert, 0) * num_outputs * size
+    router = tl.load(router_ptr + pair, mask=is_pair, other=0.0)
+    for first in range(0, num_outputs, BLOCK):
+        n = first + lane
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for start in range(0, size, BLOCK):
+            k = start + lane
+            w_at, x_at = n[:, None] * size + k[None, :], pair // TOP_K * size
+            w_mask = (n < num_outputs)[:, None] & (k < size)[None, :]
+            x_mask = is_pair[None, :] & (k < size)[:, None]
+            w = tl.load(matrix + w_at, mask=w_mask, other=0.0)
+            x = tl.load(x_ptr + x_at[None, :] + k[:, None], mask=x_mask, other=0.0)
+            total = tl.dot(w, x * router[None, :], total, input_precision="ieee")
+        out_at = pair[None, :] * num_outputs + n[:, None]
+        tl.store(out_ptr + out_at, total, mask=is_pair[None, :] & (n < num_outputs)[:, None])
+
+
+@answers.alternative("23.1")
+def turned_round(x, weight, pairs, tile_experts, router):
+    out = x.new_zeros(router.numel(), weight.shape[1])
+    turned_kernel[(len(tile_experts),)](
+        x,
+        weight,
+        pairs,
+        tile_experts,
+        router,
+        out,
+        router.numel(),
+        x.shape[1],
+        weight.shape[1],
+        TOP_K=router.shape[1],
+        BLOCK=16,
+    )
+    return out
+
+
 # ---------------------------------------------------------------- 23.2 experts on other ranks
 
 answers.slips(
@@ -433,3 +490,186 @@ def by_sorting(x, logits, experts, top_k, capacity, ranks):
         whole[order] = torch.cat(back)
         outs.append((whole * share[:, None]).unflatten(0, (-1, top_k)).sum(1))
     return outs, lost
+
+
+# ---------------------------------------------------------------- 23.3 a test
+
+answers.slips(
+    "23.3",
+    """
+    one_choice_alone: With k = 1 a pair is a token, and many slips do not show. Try k = 2 and 3.
+    - g = torch.Generator()
+    + top_k = 1
+    + g = torch.Generator()
+
+    whole_blocks: Kernels go wrong at tails: let K and N be no multiples of 16.
+    - g = torch.Generator()
+    + size, outputs = (-(-n // 16) * 16 for n in (size, outputs))
+    + g = torch.Generator()
+
+    one_block: A loop over blocks shows with more than one: let K and N be larger than 16.
+    - g = torch.Generator()
+    + size, outputs = min(size, 16), min(outputs, 16)
+    + g = torch.Generator()
+
+    one_tile_an_expert: An expert with more than 16 rows has a second tile. Try more tokens.
+    - g = torch.Generator()
+    + tokens = min(tokens, 8)
+    + g = torch.Generator()
+
+    all_experts_are_here: Experts of other ranks leave rows of 0, and tiles that are not used.
+    - g = torch.Generator()
+    + num_experts = held
+    + top_k = min(top_k, held)
+    + g = torch.Generator()
+
+    no_old_numbers: In a tile that is not used old numbers may stand: put some there.
+    - if len(elsewhere):
+    + if False:
+
+    never_square: Where K is not N, an expert cannot be read transposed. Try K = N.
+    - g = torch.Generator()
+    + outputs += outputs == size
+    + g = torch.Generator()
+
+    ones_for_the_router: With a router of ones its weights could be left out. Draw them.
+    - torch.rand(tokens, top_k, generator=g) + 0.1
+    + torch.ones(tokens, top_k)
+
+    sums_alone: Two errors may cancel in a sum: compare each element.
+    - error = (got.double() - want).abs()
+    + error = (got.double().sum() - want.sum()).abs()
+
+    exact: A right kernel adds in another order, so float32 differs: allow 1e-4 of the largest.
+    - worst <= 1e-3 * want.abs().max()
+    + torch.equal(got, want.float())
+
+    too_loose: An error of 1 % is a bug, and you let it pass.
+    - 1e-3
+    + 0.2
+
+    one_limit_for_all: The limit has to grow with the values: yours rejects right kernels.
+    - 1e-3 * want.abs().max()
+    + 1e-5
+
+    nan_passes: No comparison with NaN is true: ask for what is right, not for what is wrong.
+    - error.nan_to_num(torch.inf).max()
+    + error.nan_to_num(0.0).max()
+
+    any_dtype: The result is float32, and you accept others.
+    - isinstance(got, Tensor) and got.dtype == torch.float32
+    + isinstance(got, Tensor)
+
+    any_shape: The result is [T · k, N], and you accept others with as many elements.
+    - assert got.shape == want.shape, f"{name}: shape {list(got.shape)}"
+    + got = got.reshape(want.shape)
+
+    no_seed: Your test is another one in each run: give the generator a seed.
+    - torch.Generator().manual_seed(tokens)
+    + torch.Generator()
+    + g.seed()
+
+    too_many_calls: A few settings find as much as many: 20 calls at most.
+    - got = implementation(
+    + for _ in range(9):
+    +     got = implementation(*(tensor.clone() for tensor in inputs))
+    + got = implementation(
+
+    too_large: Small inputs show the same, and everybody waits for yours.
+    - g = torch.Generator()
+    + tokens = 9000
+    + g = torch.Generator()
+
+    inputs_are_shared: The implementation wrote into your inputs before you compared: give it
+        clones, or compute first.
+    - want = torch.zeros(tokens * top_k, outputs, dtype=torch.float64)
+    - for pair
+    + inputs = (x, weight, pairs, tile_experts, router)
+    + got = implementation(*inputs)
+    + want = torch.zeros(tokens * top_k, outputs, dtype=torch.float64)
+    + for pair
+    - inputs = (x, weight, pairs, tile_experts, router)
+    - got = implementation(*(tensor.clone() for tensor in inputs))
+    +
+
+    no_message: Say in which case it failed: an AssertionError without words helps nobody.
+    - assert worst <= 1e-3 * want.abs().max(), f"{name}: off by {worst:.3g}"
+    + assert worst <= 1e-3 * want.abs().max()
+
+    pairs_in_two_places: A pair has one place in tiles that are used, as 23.1 says.
+    - inputs = (x, weight, pairs, tile_experts, router)
+    + pairs, tile_experts = pairs.repeat(2), tile_experts.repeat(2)
+    + inputs = (x, weight, pairs, tile_experts, router)
+    """,
+)
+
+
+@answers.wrong("23.3", "Your test accepts whatever it is given.")
+def accepts_all(implementation):
+    for tokens in (2, 3):
+        inputs = one_expert(tokens, 1, 16, 16)
+        implementation(*inputs)
+
+
+@answers.wrong("23.3", "Your test looks at the name. The next bug has another one.")
+def looks_at_the_name(implementation):
+    accepts_all(implementation)
+    bare = getattr(implementation, "implementation", implementation)
+    assert bare.__name__ != "planted_rows", "planted"
+
+
+def one_expert(tokens, top_k, size, outputs):
+    """Inputs with all pairs on expert 0."""
+    g = torch.Generator().manual_seed(1)
+    pairs = torch.full((-(-tokens * top_k // 16) * 16,), tokens * top_k, dtype=torch.int32)
+    pairs[: tokens * top_k] = torch.arange(tokens * top_k)
+    return (
+        torch.randn(tokens, size, generator=g),
+        torch.randn(1, outputs, size, generator=g),
+        pairs,
+        torch.zeros(len(pairs) // 16, dtype=torch.int32),
+        torch.rand(tokens, top_k, generator=g),
+    )
+
+
+def by_an_oracle(implementation, settings):
+    """One random setting after the other; relative errors by torch.testing."""
+    for seed, (tokens, top_k, experts, size, outputs, here) in enumerate(settings):
+        g = torch.Generator().manual_seed(100 + seed)
+        x, scale = torch.randn(tokens, size, generator=g), torch.rand(tokens, top_k, generator=g)
+        weight = torch.randn(here, outputs, size, generator=g)
+        chosen = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)])
+        places, owners = [], []
+        for expert in range(here):
+            own = (chosen.flatten() == expert).nonzero().flatten().tolist()
+            for start in range(0, len(own), 16):
+                places += (own[start : start + 16] + [tokens * top_k] * 16)[:16]
+                owners.append(expert)
+        away = (chosen.flatten() >= here).nonzero().flatten().tolist()
+        for _ in range(2 if away else 0):
+            places += (away * 16)[:16]
+            owners.append(-1)
+        picked = weight.double()[chosen.clamp(max=here - 1)]  # [T, k, N, K]
+        want = torch.einsum("tkno,to->tkn", picked, x.double()) * scale.double()[..., None]
+        want = torch.where(chosen[..., None] < here, want, 0.0).flatten(0, 1).float()
+        got = implementation(
+            x,
+            weight,
+            torch.tensor(places, dtype=torch.int32),
+            torch.tensor(owners, dtype=torch.int32),
+            scale,
+        )
+        limit = 5e-4 * float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=0.0, atol=limit, msg=f"setting {seed}")
+
+
+@answers.alternative("23.3")
+def each_size_alone(implementation):
+    settings = [(50, 1, 2, 16, 16, 2), (9, 3, 5, 16, 16, 2), (9, 2, 2, 50, 16, 2)]
+    by_an_oracle(implementation, [*settings, (9, 2, 2, 16, 50, 2), (9, 2, 2, 18, 18, 2)])
+
+
+@answers.alternative("23.3")
+def all_at_once(implementation):
+    """Two settings, each with everything in it."""
+    by_an_oracle(implementation, [(45, 3, 5, 53, 53, 3), (40, 2, 4, 37, 21, 2)])

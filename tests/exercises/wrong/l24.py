@@ -5,7 +5,9 @@ outputs, and the hint for each.
 import numpy as np
 import torch
 
+from lessons.toolbox.kernels.triton_ import tl, triton
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -299,3 +301,235 @@ def level_by_level_in_logarithms(model, allowed):
         level = longer
     kept = np.logaddexp.reduce([free for _, free in ended.values()])
     return {t: (float(np.exp(a)), float(np.exp(b - kept))) for t, (a, b) in ended.items()}
+
+
+# ---------------------------------------------------------------- 24.3 kernel and wrapper
+
+answers.slips(
+    "24.3",
+    """
+    allowed_forbidden: A bit of 1 is an allowed token. You forbid these.
+    - & 1) == 0
+    + & 1) == 1
+
+    bits_from_the_left: Bit t % 32 counts from the lowest: shift right by t % 32.
+    - (word >> (token % 32))
+    + (word >> (31 - token % 32))
+
+    sign_kept: The shift keeps the sign of the word: take one bit of it with & 1.
+    - ((word >> (token % 32)) & 1) == 0
+    + (word >> (token % 32)) == 0
+
+    byte_words: A word has 32 tokens, not 8.
+    - token // 32 * stride_word
+    + token // 8 * stride_word
+
+    stores_all_of_the_block: The last block has lanes that are no token: mask the store by V.
+    - mask=is_token & is_forbidden
+    + mask=is_forbidden
+
+    no_mask_of_the_words: The last block asks for words that do not exist: mask the load by V.
+    - token // 32 * stride_word, mask=is_token)
+    + token // 32 * stride_word)
+
+    first_block_alone: Tokens after the first block stay allowed: a program begins at
+        program_id(1) · BLOCK.
+    - token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    + token = tl.arange(0, BLOCK)
+
+    one_block_a_row: One program takes BLOCK tokens, so a row needs ceil(V / BLOCK) programs.
+    - triton.cdiv(vocab_size, block)](
+    + 1](
+
+    first_row_alone: Each row has words of its own: row · stride_words.
+    - words_ptr + row * stride_words
+    + words_ptr
+
+    dense_rows: A row of logits need not begin V after the one before: use its stride.
+    - logits_ptr + row * stride_row
+    + logits_ptr + row * vocab_size
+
+    dense_tokens: Two tokens of a row may be apart: use the stride between tokens.
+    - token.to(tl.int64) * stride_token
+    + token.to(tl.int64)
+
+    dense_words: Two words of a row may be apart: use the stride between words.
+    - token // 32 * stride_word, mask
+    + token // 32, mask
+
+    strides_of_logits: You read the words with the strides of the logits.
+    - *words.stride(),
+    + *logits.stride(),
+
+    copied: contiguous() makes a copy, and the logits that were given stay as they were.
+    - batch, vocab_size = logits.shape
+    + batch, vocab_size = logits.shape
+    + logits = logits.contiguous()
+
+    copied_words: contiguous() copies the words. Read them by their strides.
+    - batch, vocab_size = logits.shape
+    + batch, vocab_size = logits.shape
+    + words = words.contiguous()
+
+    large_number: A large negative number is no −inf, and float16 does not have it.
+    - float("-inf")
+    + -60000.0
+
+    reads_the_logits: An allowed logit need not be loaded and stored again: mask the store.
+    - lowest = tl.full((BLOCK,), float("-inf"), logits_ptr.dtype.element_ty)
+    - tl.store(place, lowest, mask=is_token & is_forbidden)
+    + old = tl.load(place, mask=is_token)
+    + tl.store(place, tl.where(is_forbidden, float("-inf"), old), mask=is_token)
+
+    launches_for_nothing: A grid of size 0 is an error on a GPU: return before it.
+    - if batch and vocab_size:
+    + if True:
+
+    rows_in_the_second_size: The second size of a grid ends at 65535: put the rows into the first.
+    - row = tl.program_id(0).to(tl.int64)
+    - token = tl.program_id(1) * BLOCK
+    + row = tl.program_id(1).to(tl.int64)
+    + token = tl.program_id(0) * BLOCK
+    - forbid_kernel[batch, triton.cdiv(vocab_size, block)](
+    + forbid_kernel[triton.cdiv(vocab_size, block), batch](
+
+    a_row_is_a_block: A block of the whole vocabulary does not fit the registers: take at most 4096.
+    - block = 1024
+    + block = max(128, triton.next_power_of_2(vocab_size))
+    - num_warps=4,
+    + num_warps=max(1, min(32, block // 256)),
+
+    launches_row_by_row: One launch does all rows: the row is program_id(0).
+    - forbid_kernel[batch, triton.cdiv(vocab_size, block)](
+    -     logits,
+    -     words,
+    -     vocab_size,
+    -     *logits.stride(),
+    -     *words.stride(),
+    -     BLOCK=block,
+    -     num_warps=4,
+    - )
+    + for own, word in zip(logits[:3, None], words[:, None]):
+    +     forbid_kernel[1, triton.cdiv(vocab_size, block)](
+    +         own, word, vocab_size, *own.stride(), *word.stride(), BLOCK=block, num_warps=4
+    +     )
+
+    warps_left_out: Without num_warps the launch takes 4, whatever the block is. Say it.
+    - BLOCK=block,
+    - num_warps=4,
+    + BLOCK=block,
+
+    too_many_warps: With 32 warps each lane has one token of 1024. Fewer warps, more for each lane.
+    - num_warps=4,
+    + num_warps=32,
+
+    any_dtype: Logits of integers have no −inf: refuse them.
+    - or logits.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+    +
+
+    any_dimensions: Logits that are no [B, V] have to be refused with a message of yours.
+    - if logits.dim() != 2 or logits.dtype
+    + if logits.dtype
+
+    any_words: Words of another dtype are other bits: refuse them.
+    - if words.dtype != torch.int32 or words.shape != shape:
+    + if words.shape != shape:
+
+    any_number_of_words: If a row has too few words, the kernel reads the next row's: refuse it.
+    - or words.shape != shape:
+    + or words.shape[0] != batch:
+
+    any_number_of_rows: If there are fewer rows of words than of logits, the kernel reads what comes
+        after them: refuse it.
+    - or words.shape != shape:
+    + or words.shape[1] != shape[1]:
+
+    nameless: The message has to name the argument and what was given.
+    - f"words: got {words.dtype} {list(words.shape)}; accepted: torch.int32 {list(shape)}"
+    + "wrong words"
+
+    refuses_too_late: Check before you launch: what is refused has to be as it was.
+    - if words.dtype != torch.int32 or words.shape != shape:
+    + logits[0] = 0
+    + if words.dtype != torch.int32 or words.shape != shape:
+    """,
+)
+
+
+def in_pytorch(logits, words):
+    vocab_size = logits.shape[1]
+    token = torch.arange(vocab_size)
+    logits.masked_fill_((words[:, token // 32] >> (token % 32)) & 1 == 0, -torch.inf)
+
+
+attacks(answers, "24.3", in_pytorch)
+
+
+@triton.jit
+def by_words_kernel(
+    logits_ptr, words_ptr, V, row_step, step, words_step, word_step, BLOCK: tl.constexpr
+):
+    """A tile [BLOCK / 32 words, 32 bits]; each word is loaded once."""
+    row = tl.program_id(0) // tl.cdiv(V, BLOCK)
+    first = tl.program_id(0) % tl.cdiv(V, BLOCK) * (BLOCK // 32)
+    word, bit = first + tl.arange(0, BLOCK // 32), tl.arange(0, 32)
+    bits = tl.load(words_ptr + row * words_step + word * word_step, mask=word * 32 < V, other=-1)
+    token = word[:, None] * 32 + bits_of(bit)
+    lowest = tl.zeros((BLOCK // 32, 32), tl.float32) - float("inf")
+    tl.store(
+        logits_ptr + row * row_step + token * step,
+        lowest,
+        mask=(token < V) & ((bits[:, None] & (1 << bits_of(bit))) == 0),
+    )
+
+
+@triton.jit
+def bits_of(bit):
+    return bit[None, :]
+
+
+@answers.alternative("24.3")
+def word_by_word(logits, words):
+    """A grid of one dimension, a block as long as the row is, up to 2048."""
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be [B, V] floats, not {tuple(logits.shape)}, {logits.dtype}")
+    batch, size = logits.shape
+    if words.shape != (batch, -(-size // 32)) or words.dtype is not torch.int32:
+        raise ValueError(f"words must fit {batch, size}: {tuple(words.shape)}, {words.dtype}")
+    block = min(2048, max(128, triton.next_power_of_2(size)))
+    steps = *logits.stride(), *words.stride()
+    if logits.numel() > 0:
+        by_words_kernel[(batch * triton.cdiv(size, block),)](
+            logits, words, size, *steps, BLOCK=block, num_warps=max(1, block // 256)
+        )
+
+
+@answers.alternative("24.3")
+def tokens_first(logits, words):
+    """Programs of a row one after the other, and a launch that computes its grid."""
+    if logits.dtype not in {torch.float16, torch.bfloat16, torch.float32} or logits.dim() != 2:
+        raise ValueError(f"logits: {logits.dtype}, {list(logits.shape)}")
+    if words.dtype != torch.int32 or list(words.shape) != [
+        len(logits),
+        (logits.shape[1] + 31) // 32,
+    ]:
+        raise ValueError(f"words: {words.dtype}, {list(words.shape)}")
+    if 0 in logits.shape:
+        return
+    by_words_kernel[lambda meta: (len(logits) * triton.cdiv(meta["V"], meta["BLOCK"]),)](
+        logits,
+        words,
+        V=logits.shape[1],
+        row_step=logits.stride(0),
+        step=logits.stride(1),
+        words_step=words.stride(0),
+        word_step=words.stride(1),
+        BLOCK=512,
+        num_warps=2,
+    )
+
+
+@answers.wrong("24.3", "The logits are changed in place. Return None.")
+def returned(logits, words):
+    word_by_word(logits, words)
+    return logits

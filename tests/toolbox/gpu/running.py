@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from lessons.toolbox.gpu.cuda_launch import three
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.machine import Launch, launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
 from lessons.toolbox.gpu.written import written_parameters
+from lessons.toolbox.kernels.cuda_cpp import three
 
 HEAD = """
 .version 8.7

@@ -129,6 +129,27 @@ def test_a_planted_bug_of_rows_is_a_fault(old, new, said):
     fails(changed(ROWS + TAKEN, old, new), said, [out(2)])
 
 
+PACKED = changed(
+    ROWS,
+    "tcgen05.wait::ld.sync.aligned;",
+    "mov.b64 %rd20, {%r20, %r21};\ntcgen05.wait::ld.sync.aligned;\nmov.b64 {%r20, %r21}, %rd20;",
+)
+
+
+def test_two_registers_in_flight_are_packed():
+    """The pair is the same two registers, and may be read only once the load has ended."""
+    apart, packed = out(2), out(2)
+    run(ROWS + TAKEN, [apart], threads=THREADS, outside=SHARED)
+    run(PACKED + TAKEN, [packed], threads=THREADS, outside=SHARED)
+    assert (packed == apart).all()
+    early = changed(
+        PACKED, "%rd20, {%r20, %r21};\n", "%rd20, {%r20, %r21};\nadd.u64 %rd21, %rd20, 1;\n"
+    )
+    said = r"register %rd20 is read while a load from tensor memory"
+    fails(early + TAKEN, said, [out(2)])
+    fails(changed(early, "add.u64 %rd21, %rd20", "add.u32 %r22, %r20") + TAKEN, "%r20 is", [out(2)])
+
+
 def test_columns_are_given_back():
     fails(ROWS + written(["%r20", "%r21"]), r"program \(0, 0, 0\) ends with columns", [out(2)])
     fails(ROWS + TAKEN.replace("%r1, 64", "%r1, 32"), "32 columns .* are no allocation", [out(2)])
@@ -296,6 +317,40 @@ def test_an_operand_in_tensor_memory(monkeypatch):
 def test_a_planted_bug_of_a_product_is_a_fault(old, new, said):
     body = product_body("core matrices")
     fails(changed(body, old, new), said, given("core matrices", *operands(3)))
+
+
+# Warp 1 tells the thread that starts the product, which tells nobody but the tensor core.
+TOLD = """
+setp.eq.u32 %p6, %r70, 32;
+@%p6 st.shared.b32 [place+8], %r70;
+@%p6 mbarrier.arrive.shared::cta.b64 %rd9, [done+8];
+@!%p2 bra after;
+told:
+mbarrier.try_wait.parity.shared::cta.b64 %p7, [done+8], 0;
+@!%p7 bra told;
+after:
+"""
+FENCED = "fence.proxy.async.shared::cta;\nbar.sync 0;\n"
+
+
+def test_who_waits_for_a_product_knows_what_its_starter_knew():
+    body = product_body("core matrices")
+    init = "@%p2 mbarrier.init.shared::cta.b64 [done], 1;\n"
+    body = changed(body, init, init + init.replace("[done]", "[done+8]"))
+    body = changed(body, WAIT, WAIT + "ld.shared.b32 %r64, [place+8];\n")
+    arrays = given("core matrices", *operands(5))
+    for order in range(8):
+        told = changed(body, FENCED, FENCED + TOLD)
+        run(told, arrays, threads=THREADS, outside=SHARED, seed=order)
+    unasked = changed(TOLD, "@!%p2 bra after", "bra after")
+    said = "race in shared memory: it reads what warp 1 wrote"
+    fails(changed(body, FENCED, FENCED + unasked), said, arrays)
+    late = changed(
+        body,
+        WAIT,
+        f"{WAIT}{TOLD}".replace("again:", "once_more:").replace("bra again", "bra once_more"),
+    )
+    fails(late, said, arrays)
 
 
 def test_what_the_machine_does_not_know_is_named():

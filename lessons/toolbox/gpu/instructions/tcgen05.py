@@ -75,12 +75,13 @@ def shape_of(threads, kind: str, what: np.ndarray) -> Shape:
 
 @dataclass
 class Flight:
-    """Products of one instruction in flight. lanes: the threads that started them; cells that they
-    read of shared memory, read and write of tensor memory: [lanes, N].
+    """Products of one instruction in flight. lanes: the threads that started them; known: what
+    their warps knew then (`clocks`); cells of shared and tensor memory that they touch: [lanes, N].
     """
 
     lanes: np.ndarray
     place: int
+    known: np.ndarray
     kind: tuple  # of what goes one after another: shape, and where d begins
     shared: list
     reads: np.ndarray
@@ -94,7 +95,8 @@ class Flight:
             shared.append((each[held], [(who[held], cell[held], at) for who, cell, at in marks]))
         parts = self.reads[chosen], self.writes[chosen]
         base = tuple(np.array(self.kind[1])[chosen])
-        return Flight(lanes, self.place, (self.kind[0], base), shared, *parts)
+        known = self.known[:, chosen]
+        return Flight(lanes, self.place, known, (self.kind[0], base), shared, *parts)
 
 
 def any_form(instruction: Instruction, kernel: Kernel):
@@ -126,9 +128,10 @@ def multiply(instruction: Instruction, kernel: Kernel):
             flops = 2 * shape.rows * shape.columns * shape.depth * len(lanes)
             threads.counts.columns["flops"][threads.pc] += flops
         base = to(threads)[lanes]
-        flight = Flight(
-            lanes, threads.pc, (shape, tuple(base)), [], cells := no_cells(lanes), cells
-        )
+        known = threads.clocks.told(threads.cta[lanes], threads.warp_of_program[lanes])
+        nothing = np.zeros((len(lanes), 0), dtype=np.int64)
+        order = shape, tuple(base)
+        flight = Flight(lanes, threads.pc, known, order, [], nothing, nothing)
         right = from_shared(threads, flight, of_b(threads), shape, 1)
         if is_in_tensor_memory:
             left = from_tensor(threads, flight, of_a(threads)[lanes], base, shape)
@@ -146,10 +149,6 @@ def multiply(instruction: Instruction, kernel: Kernel):
         threads.tensor.flights.append((threads.tensor.started, flight))
 
     return run
-
-
-def no_cells(lanes: np.ndarray) -> np.ndarray:
-    return np.zeros((len(lanes), 0), dtype=np.int64)
 
 
 def from_shared(threads, flight: Flight, descriptors, shape: Shape, which: int) -> np.ndarray:
@@ -284,6 +283,7 @@ def land(threads, started: int, lanes: np.ndarray) -> None:
         if not done.any():
             continue
         ended = flight.of(done)
+        threads.clocks.learn(threads.cta[ended.lanes], agent, ended.known)
         cta = threads.cta[ended.lanes][:, None]
         tensor.cells.end_write(ended.place, ended.writes, cta, agent)
         tensor.cells.end_read(ended.place, ended.reads, cta, agent)

@@ -1,0 +1,115 @@
+"""Launches tensor_cores.cu: x · Wᵀ for 1 to 16 rows and 4-bit codes in a tensor core's order."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lessons.l03_kv_cache.arguments import check_one_device
+from lessons.l10_flash_decoding.splits import sms_of
+from lessons.l18_weight_quantization.kernels.fragments import (
+    OUTPUTS,
+    STRETCH,
+    UNIT,
+    Fragments,
+    group_shift,
+)
+from lessons.toolbox.kernels.cuda_cpp import CudaKernel
+
+SOURCE = Path(__file__).with_name("tensor_cores.cu")
+LANES, MOST_WARPS, MOST_SPLITS = 32, 28, 2  # as there
+MOST_TILES = 16  # of a block
+ROWS = (8, 16)  # of x that a kernel is for
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+KERNELS = {
+    (dtype, rows, zeros): CudaKernel(SOURCE, f"w4a16_{name}_{rows}" + "_zeros" * zeros)
+    for dtype, name in TYPES.items()
+    for rows in ROWS
+    for zeros in (False, True)
+}
+
+
+class Warps(NamedTuple):
+    """of_outputs: tiles of 16 outputs that a block owns; splits: warps that share the inputs of a
+    tile.
+    """
+
+    of_outputs: int
+    splits: int
+
+
+def w4a16_tensor_cores(
+    x: Tensor, weight: Fragments, bias: Tensor | None = None, warps: Warps | None = None
+) -> Tensor:
+    """x: [M, K] in bfloat16 or float16, M up to 16; bias: [N] or None -> [M, N] in x's dtype.
+
+    warps: None for those that fit the machine. Sums are float32. Raises ValueError, and
+    RuntimeError where cuda.core is missing, on a CPU NVRTC.
+    """
+    check(x, weight, bias)
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**27:
+        x = x.contiguous()  # because cp.async copies 16 bytes, and offsets are 32 bits
+    (num_rows, size), num_outputs = x.shape, weight.shape[0]
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    warps = warps or warps_for(num_outputs, size, sms_of(x.device))
+    blocks = -(-len(weight.codes) // warps.of_outputs)
+    rows = next(most for most in ROWS if num_rows <= most)
+    KERNELS[x.dtype, rows, weight.zeros is not None][
+        blocks, LANES * warps.of_outputs * warps.splits
+    ](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,  # not read without zeros
+        x if bias is None else bias,  # not read without a bias
+        out,
+        np.int32(num_rows),
+        np.int32(num_outputs),
+        np.int32(size),
+        np.int32(weight.codes.shape[1] * UNIT // STRETCH),
+        np.int32(weight.scales.shape[1]),
+        np.int32(group_shift(weight.group_size, size)),
+        np.int32(warps.of_outputs),
+        np.int32(warps.splits),
+        np.int32(bias is not None),
+        np.int32(x.stride(0)),
+    )
+    return out
+
+
+def warps_for(num_outputs: int, size: int, num_sms: int) -> Warps:
+    """The warps of a block: the busiest SM shall have as few tiles as it can, in few blocks,
+    because each block reads all of x. What is left of 16 warps shares the inputs. Not a function of
+    the rows of x, so neither are bits.
+    """
+    tiles = -(-num_outputs // OUTPUTS)
+
+    def of_busiest(of_outputs: int) -> int:
+        return -(-tiles // (of_outputs * num_sms)) * of_outputs
+
+    of_outputs = min(range(MOST_TILES, 0, -1), key=of_busiest)  # of equals the first, the largest
+    splits = min(MOST_SPLITS, MOST_WARPS // of_outputs, -(-size // STRETCH))
+    return Warps(of_outputs, splits)
+
+
+def check(x: Tensor, weight: Fragments, bias: Tensor | None) -> None:
+    """Raise ValueError unless x: [M, K] and bias: [N] fit the matrix, [N, K], on one device."""
+    if not isinstance(weight, Fragments):
+        raise ValueError(f"weight: got {type(weight).__name__}; accepted: Fragments")
+    rows, columns = weight.shape
+    if x.ndim != 2 or x.shape[1] != columns or x.dtype not in TYPES or len(x) > ROWS[-1]:
+        raise ValueError(
+            f"x: got {x.dtype} {tuple(x.shape)}; accepted: up to {ROWS[-1]} rows of {columns}, in "
+            "torch.bfloat16 or torch.float16"
+        )
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
+        raise ValueError(
+            f"bias: got {bias.dtype} {tuple(bias.shape)}; accepted: None, or {x.dtype} [{rows}]"
+        )
+    check_one_device(x=x, **weight.tensors(), **({} if bias is None else {"bias": bias}))

@@ -1,0 +1,233 @@
+"""What a failure says about its cause: hints for results, for exceptions, and how often there is
+one.
+"""
+
+import pytest
+import torch
+
+from lessons.toolbox.exercises.exercise import all_exercises
+from lessons.toolbox.exercises.parts import hints_of
+from tests.exercises.checking import assert_equal, check, compare
+from tests.exercises.hinting import FIRST, all_hints
+from tests.exercises.hints import hint_of_failure
+from tests.exercises.running import case_hint, explained, general_hint, run_check
+
+GRID = torch.arange(12.0).reshape(3, 4) ** 1.5 + 1
+LINE = torch.tensor([0.5, 0.3, 0.2])
+
+
+def hint(got, want, **numbers):
+    return hint_of_failure("", [(got, want)], numbers) or ""
+
+
+# ---------------------------------------------------------------- by the result
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda x: x.where(x > 1, torch.nan), "NaN at element [0, 0]"),
+        (lambda x: x / 0, "infinity everywhere"),
+        (lambda x: x * 0, "0 everywhere"),
+        (lambda x: x * 0 + 3, "3 everywhere"),
+        (lambda x: -x, "the other sign"),
+        (lambda x: x / 2, "1/2 of the expected one"),
+        (lambda x: x + 5, "5 too large everywhere"),
+        (lambda x: x.roll(1, 0), "index 0 of dimension 0 holds what belongs at index 2"),
+        (lambda x: x.flip(1), "index 0 of dimension 1 holds what belongs at index 3"),
+        (lambda x: torch.cat([x[:2], x[2:] ** 2]), "at the last index of dimension 0"),
+        (lambda x: torch.cat([x[:, :1], x[:, 1:] ** 2], 1), "from index 1 on of dimension 1"),
+        (lambda x: torch.cat([x[:2], 0 * x[2:]]), "yours is 0 there"),
+        (lambda x: x * torch.linspace(0.99, 1.001, 12).view(3, 4), "nearly right"),
+        (lambda x: x + x.sqrt(), "too large, none is too small"),
+        (lambda x: x[0], "dimensions where 2 are asked for"),
+        (lambda x: x.T, "in another order"),
+        (lambda x: x[None], "size 1 too many"),
+        (lambda x: x[:, :3], "dimension 1 has 3 entries and needs 4"),
+    ],
+)
+def test_what_stands_out_in_a_tensor(spoil, said):
+    assert said in hint(spoil(GRID), GRID)
+
+
+def test_a_square_that_is_transposed():
+    assert "right when dimensions 0 and 1 are swapped" in hint(GRID[:, :3].T, GRID[:, :3])
+
+
+@pytest.mark.parametrize(
+    "got, want, said",
+    [
+        (torch.tensor([0.5, 0.3, 0.3]), LINE, "sums to 1.1"),
+        (torch.tensor([True, True]), torch.tensor([True, False]), "allows 1 too many"),
+        (torch.tensor([False, False]), torch.tensor([True, False]), "forbids 1 too many"),
+        (torch.tensor([0.0, -1e9]), torch.tensor([0.0, -torch.inf]), "an infinity is expected"),
+    ],
+)
+def test_probabilities_and_masks(got, want, said):
+    assert said in hint(got, want)
+
+
+@pytest.mark.parametrize(
+    "got, want, said",
+    [
+        (7, 8, "one less"),
+        (9, 8, "one more"),
+        (0, 8, "yours is 0"),
+        (3, 0, "0 is expected"),
+        (-8.5, 8.5, "the other sign"),
+        (1.048576, 1.0, "MB and MiB"),
+        (12.5, 100.0, "bits and bytes"),
+        (0.37, 0.63, "1 minus"),
+        (-3.0, 0.63, "between 0 and 1"),
+        (0.8, 1.25, "1 divided by"),
+        (99.5, 100.0, "nearly right"),
+        (float("nan"), 1.0, "0 / 0"),
+        ([1, 2], [1, 2, 3], "ends too early: 2 of 3"),
+        ([1, 2, 3], [1, 2], "goes on after the 2"),
+        ([], [1, 2], "empty"),
+        ([2, 1], [1, 2], "another order: reversed"),
+        ([3, 4, 9], [2, 3, 8], "each entry is 1 too large"),
+        ([1, 9, 3], [1, 2, 3], "only entry 1 is wrong"),
+        ((1.5, 3.0), (1.5, 6.0), "only entry 1 is wrong"),
+        ({1: "a"}, {1: "a", 2: "b"}, "lacks 2"),
+        ({1, 3}, {1}, "has 3 too many"),
+        ({1: 5, 2: 6}, {1: 5, 2: 7}, "only the values of 2 are wrong"),
+    ],
+)
+def test_what_stands_out_in_numbers_and_lists(got, want, said):
+    assert said in hint(got, want)
+
+
+def test_a_factor_is_one_of_the_numbers_given():
+    assert "36 times (num_layers?)" in hint(7200.0, 200.0, num_layers=36)
+    assert "1/8 of (the root of q.shape[1]?)" in hint(GRID / 8, GRID, **{"q.shape[1]": 64})
+    assert "1000 too large: prompt?" in hint(1041, 41, prompt=1000)
+    assert "5 times the expected value" in hint(200.0, 40.0, seconds=5, slo=5)  # which of them?
+
+
+@pytest.mark.parametrize("got, want", [(GRID.sin(), GRID.cos()), ([5, 9], [7, 2])])
+def test_where_nothing_stands_out_nothing_is_said(got, want):
+    """Of ids, one more is another one: no word on counting."""
+    assert hint(got, want) == "" and hint([17], [18]) == ""
+
+
+# ---------------------------------------------------------------- by the exception
+
+LEARNERS = """
+import torch
+
+def first(x, window=2):
+    scores = x[:, :2]
+{body}
+"""
+
+
+def outcome(tmp_path, body, checks=None):
+    path = tmp_path / "mine.py"
+    path.write_text(LEARNERS.format(body=f"    {body}"))
+    namespace = {}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+
+    def values(impl, seed):
+        compare(impl, {"x": torch.ones(3, 5)}, torch.ones(3, 5))
+
+    (this,) = check("2.1")(values).checks.values()
+    return run_check(this, lambda: namespace["first"], 0, path)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("return x + scores", "have 5 and 2 entries in dimension 1"),
+        ("return x @ x", "summed over has to be equal"),
+        ("return x[3]", "3 entries have the indices 0 to 3 - 1"),
+        ("return x[:, 0, 0]", "the tensor has 2 dimensions"),
+        ("return x[-4]", "3 entries have the indices 0 to 3 - 1"),
+        ("return [1][window]", "the list is shorter"),
+        ("return {}[window]", "2 is not in the dictionary"),
+        ("return x.view(7, 2)", "a view keeps the number of elements: [7, 2]"),
+        ("return x.T.view(15)", "not contiguous"),
+        ("return x if x > 0 else -x", "need one truth value"),
+        ("return window / 0", "can be 0"),
+        ("return None + window", "is None"),
+        ("return wrong", "`wrong` has no value"),
+        ("a, b = window, 1, 2", "has 2 names"),
+        ("return torch.cat([x, x.T])", "same shape, but for the dimension"),
+        ("return x.masked_fill(0, x > 1)", "PyTorch refuses what `masked_fill`"),
+        ("x[:] = 0; return x", "put the result into a new tensor"),
+        ("pass", "ends without `return`"),
+        ("return x.double()", "Convert the result at the end: .to(torch.float32)"),
+    ],
+)
+def test_an_exception_is_explained(tmp_path, line, said):
+    failure = outcome(tmp_path, line)
+    assert said in (general_hint(failure) or ""), failure.message
+
+
+def test_a_bare_index_error_names_all_that_is_needed(tmp_path):
+    """The exercise, the line, the shapes, a hint."""
+    failure = outcome(tmp_path, "return x[scores.shape[0]]")
+    text = explained(failure, all_exercises("2.1")[0], None, None)
+    where, given, values, said = text.splitlines()
+    assert "mine.py, line 6: IndexError: index 3 is out of bounds" in where
+    assert given.strip() == "exercise 2.1 was given: x [3, 5] float32"
+    assert values.strip() == "in that line: x [3, 5] float32, scores [3, 2] float32"
+    assert said.strip().startswith("hint: 3 entries have the indices")
+
+
+def test_a_line_is_named_where_the_check_speaks(tmp_path):
+    """A rule that is broken in the learner's code, not in what it returns."""
+    namespace = {}
+    path = tmp_path / "mine.py"
+    path.write_text("def first(device):\n    device.start(1)\n")
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+
+    class Device:
+        def start(self, n):
+            assert n == 0, "start at 0"
+
+    def starts(impl, seed):
+        impl(Device())
+
+    (this,) = check("2.1")(starts).checks.values()
+    failure = run_check(this, lambda: namespace["first"], 0, path)
+    assert failure.message == "starts: start at 0"
+    assert "mine.py, line 2: `device.start(1)`" in failure.place
+
+
+def test_without_a_hint_the_first_one_of_the_exercise_is_shown(tmp_path):
+    entry = all_exercises("2.1")[0]
+    torch.manual_seed(3)
+    failure = outcome(tmp_path, "return torch.randn(3, 5)")
+    assert general_hint(failure) is None
+    assert explained(failure, entry, None, None).splitlines()[-1].strip() == (
+        f"hint 1 of 3: {hints_of(entry)[0]}"
+    )
+    assert "hint 1" not in explained(failure, entry, "You forgot it.", None)
+
+
+@pytest.mark.parametrize("entry", all_exercises(), ids=lambda entry: entry.id)
+def test_an_exercise_has_three_hints(entry):
+    assert len(hints_of(entry)) == 3
+
+
+def test_a_case_that_fails_alone():
+    def counts(impl, case, seed):
+        assert_equal(impl(int(case)), int(case))
+
+    cases = {"1": "one", "2": "two", "3": "an odd one"}
+    checks = list(check("2.1", cases=cases)(counts).checks.values())
+    mine = lambda x: x if x < 3 else 0
+    assert case_hint(checks[2], mine, checks) == "it passes for 1, 2; not for 3: an odd one"
+    assert case_hint(checks[2], lambda x: 0, checks) is None
+
+
+# ---------------------------------------------------------------- how often
+
+
+@pytest.mark.parametrize("lesson", ["01", "13", "16", "24"])
+def test_three_of_four_failures_have_a_hint_of_their_own(lesson):
+    """Of the wrong answers of a lesson, each as if nobody had registered it."""
+    found = all_hints(lesson)
+    own = [hinted for hinted in found if hinted.kind != FIRST]
+    assert len(found) > 30 and len(own) >= 0.75 * len(found), f"{len(own)} of {len(found)}"

@@ -1,0 +1,157 @@
+"""`make gpu` on a machine that was not made for the course: what has to be installed there is asked
+for before the first step, is what results/README.md says, and is all that the steps import; the
+code of its Triton is like that of ours.
+"""
+
+import ast
+import importlib.metadata
+import re
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lessons.toolbox.kernels import compile_check
+from lessons.toolbox.kernels.compile_report import Job, Report
+from lessons.toolbox.proof import beside, table
+from lessons.toolbox.proof.__main__ import NEEDED
+from lessons.toolbox.proof.steps import ENGINE_TESTS
+
+ROOT = Path(__file__).parents[1]
+OURS = ("lessons", "reference", "tests", "models", "solutions", "exercises")
+# {module: (package of NEEDED, what that cannot be installed without)}
+BROUGHT = {
+    "jinja2": ("torch", "jinja2"),
+    "tqdm": ("transformers", "tqdm"),
+    "huggingface_hub": ("transformers", "huggingface-hub"),
+    "PIL": ("matplotlib", "pillow"),
+}
+
+
+def test_the_page_names_what_the_command_asks_for():
+    text = " ".join((ROOT / "results" / "README.md").read_text("utf-8").split())
+    (named,) = re.findall(r"`make gpu` needs ([\w, ]+), no `\.venv`", text)
+    assert set(re.split(r", | and ", named)) == {"torch", *NEEDED}
+
+
+@pytest.mark.parametrize("package", BROUGHT)
+def test_what_other_packages_bring(package):
+    by, distribution = BROUGHT[package]
+    required = {re.split(r"[^\w-]", line)[0] for line in importlib.metadata.requires(by)}
+    assert distribution in required
+
+
+def test_the_steps_import_nothing_else():
+    """All that is imported while the tests and benchmarks of `make gpu` are loaded. A file that
+    skips its tests without a package may import it.
+    """
+    roots = [*ROOT.glob("lessons/l*/**/test_*.py"), *ROOT.glob("lessons/l*/lab/benchmark.py")]
+    roots += [ROOT / "conftest.py", ROOT / "reference/ladder/__main__.py"]
+    roots += [ROOT / test for test in ENGINE_TESTS]
+    plugins = ["tests.since", "tests.seeds", "tests.sample", "lessons.toolbox.proof.record"]
+    roots += [file_of(name) for name in [*plugins, "lessons.toolbox.proof.__main__"]]
+    found, waiting = set(roots), list(roots)
+    foreign = {}
+    while waiting:
+        file = waiting.pop()
+        for name in imported(file):
+            top = name.partition(".")[0]
+            if top not in OURS:
+                foreign.setdefault(top, file.relative_to(ROOT).as_posix())
+            elif (other := file_of(name)) and other not in found:
+                found.add(other)
+                waiting.append(other)
+    assert len(found) > 500
+    known = {"torch", *NEEDED, *BROUGHT, *sys.stdlib_module_names}
+    assert {name: file for name, file in foreign.items() if name not in known} == {}
+
+
+@cache
+def file_of(module: str) -> Path | None:
+    """The file of a module of the course."""
+    path = ROOT.joinpath(*module.split("."))
+    files = path.with_suffix(".py"), path / "__init__.py"
+    return next((file for file in files if file.exists()), None)
+
+
+def imported(file: Path) -> set[str]:
+    """The modules that a file imports when it is loaded, but for those its tests do without."""
+    text = file.read_text("utf-8")
+    skipped = re.findall(r"^(?:\w+ = )?pytest\.importorskip\(\s*\"(\w+)", text, re.MULTILINE)
+    found = set()
+    for node in loaded(ast.parse(text).body):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.partition(".")[0] not in skipped}
+
+
+def loaded(body: list[ast.stmt]):
+    """The statements that run when a file is loaded. An import that is tried is no need."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.With, ast.ClassDef)):
+            yield from loaded(node.body)
+            yield from loaded(getattr(node, "orelse", []))
+
+
+# ---------------------------------------------------------------- the Triton that is there
+
+# Instructions of Triton 3.6's code over those of 3.7's, for the same launch and sm_90.
+BAND = 0.75, 1.5
+LONGER = {"int4_decode_bf16_3x64_paged_16": 2.0}
+# They spill with one version alone, these bytes at most.
+SPILLS = {"paged_mla_fp32_16_sm90": 60, "paged_mla_bf16_128_sm90": 36}
+SPILLS |= {"tree_fp32_4x128_26": 16, "e4m3_row_bf16_32x64": 24}
+
+
+def test_both_tritons_make_nearly_the_same_code():
+    """Counts and proofs are made with one version, and a borrowed GPU has the other."""
+    pairs = beside.pairs()
+    assert len(pairs) > 150
+    for pair in pairs:
+        at = pair.pinned.name
+        assert BAND[0] <= pair.ratio <= LONGER.get(at, BAND[1]), (at, pair.ratio)
+        assert pair.earlier.error is None and pair.pinned.error is None, at
+        assert pair.earlier.matrix_instruction == pair.pinned.matrix_instruction, at
+        assert not pair.earlier.serialized_wgmma and not pair.pinned.serialized_wgmma, at
+        assert pair.earlier.shared_bytes <= pair.earlier.shared_limit_bytes, at
+        if pair.spills_differ:
+            assert max(pair.earlier.spill_bytes, pair.pinned.spill_bytes) <= SPILLS[at], at
+
+
+def test_what_the_page_says_of_them():
+    plain = Report("a", 90, "k", "triton 3.7.1", registers=8, census={"LDG": 8, "NOP": 9})
+    later = [plain, replace(plain, name="b"), replace(plain, name="c", spill_bytes=4)]
+    earlier = [replace(x, compiler="triton 3.6.0", spill_bytes=0) for x in later]
+    earlier[1] = replace(earlier[1], spill_bytes=12, census={"LDG": 12})
+    said = beside.paragraph([beside.Pair(*both) for both in zip(earlier, later)])
+    assert "Triton 3.6.0, which" in said and "compiled 3 of these launches" in said
+    assert "has 1.00 to 1.50 times the instructions, in the median 1.00 times" in said
+    assert "It alone spills in `b` (12 bytes). It alone spills nothing in `c` (4 bytes)." in said
+    assert beside.paragraph([]) == ""
+
+
+def test_reports_of_triton_3_6_have_a_folder_of_their_own(tmp_path, monkeypatch):
+    jobs = {chip: Job("k", chip, {"kernel": "k"}, "hash", "triton 3.6.0") for chip in (80, 90)}
+    cuda = Job("optimized.cu", 90, "source", "hash", "nvrtc 13.5")
+    kernels = {
+        "01/k": table.Kernel("a", [*jobs.values()]),
+        "01/optimized.cu": table.Kernel("b", [cuda]),
+    }
+    monkeypatch.setattr(table, "kernels", lambda root: kernels)
+    monkeypatch.setattr(compile_check, "triton_version", lambda: "triton 3.6.0")
+    monkeypatch.setattr(
+        compile_check, "check_jobs", lambda jobs: [j.report(registers=8) for j in jobs]
+    )
+    table.record_compiled(tmp_path)
+    (file,) = tmp_path.rglob("*.jsonl")
+    assert file == tmp_path / "results" / "compiled" / "triton_3.6" / "01.jsonl"
+    found = compile_check.recorded(file.parent)
+    assert [report.chip for report in found.values()] == [90]
+    monkeypatch.setattr(compile_check, "RECORDED", tmp_path)
+    monkeypatch.setattr(compile_check, "EARLIER", file.parent)
+    assert compile_check.kept(jobs[90]).registers == 8
