@@ -27,11 +27,11 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.sampling import GREEDY, SamplingParams
 from lessons.l12_paged_kv import generate as lesson_12
 from lessons.l12_paged_kv.runner import PagedRunner, new_pool, paged_rung_of
-from lessons.l20_parallelism.shards.greedy import likeliest
 from lessons.l20_parallelism.pipeline import run_stage, split_layers
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import RankError, run_ranks, world_from_environment
 from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
+from lessons.l20_parallelism.shards.greedy import likeliest
 from lessons.l20_parallelism.shards.layers import ParallelHead
 from lessons.l20_parallelism.shards.loading import load_sharded, refuse_quantized_parts
 from lessons.l20_parallelism.shards.sharding import local_config

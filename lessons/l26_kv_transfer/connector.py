@@ -150,7 +150,7 @@ class TierConnector:
     # ------------------------------------------------------------ in the copying threads
 
     def run(self, job: Job, copy, *arguments) -> None:
-        """A copy, whose faults are counted: nobody waits for this thread's exceptions."""
+        """A copy, whose faults are counted: no one waits for this thread's exceptions."""
         try:
             copy(job, *arguments)
         except Exception as error:

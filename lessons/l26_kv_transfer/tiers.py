@@ -236,7 +236,7 @@ class FolderTier:
             self.store.touch(name, truncate=False)
 
     def files(self) -> Iterator[Found]:
-        """All blocks that are here, whoever wrote them. Removes what killed writers left."""
+        """All blocks that are here, of all engines. Removes what killed writers left."""
         now = time.time()
         with self.counted("list"):
             self.store.invalidate_cache()

@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
-from lessons.l09_flash_attention.blackwell import gluon_flash as blackwell
-from lessons.l09_flash_attention.blackwell import tiles
-from lessons.l09_flash_attention.blackwell.gluon_flash import flash_blackwell_kernel
-from lessons.l09_flash_attention.blackwell.tiles import exp2_by_polynomial, gl, gluon
 from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, proved, with_bug
+from lessons.l09_flash_attention.hopper.blackwell import gluon_flash as blackwell
+from lessons.l09_flash_attention.hopper.blackwell import tiles
+from lessons.l09_flash_attention.hopper.blackwell.gluon_flash import flash_blackwell_kernel
+from lessons.l09_flash_attention.hopper.blackwell.tiles import exp2_by_polynomial, gl, gluon
 from lessons.l09_flash_attention.lab import specs
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.gpu.gluon import on_the_machine

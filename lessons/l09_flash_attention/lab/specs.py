@@ -4,8 +4,8 @@ generations, and tests assert.
     python -m lessons.toolbox.kernels.compile_check lessons.l09_flash_attention.lab.specs
 """
 
-from lessons.l09_flash_attention.blackwell import gluon_flash as blackwell
 from lessons.l09_flash_attention.hopper import gluon_flash as hopper
+from lessons.l09_flash_attention.hopper.blackwell import gluon_flash as blackwell
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton

@@ -4,8 +4,8 @@
         print(part.exercise_id, part.replaces, part.how)
 
 Where an exercise asks for other arguments than the engine has, `through` names a function of
-reference/ladder/yours/ that stands between the two: through(yours, original) -> what takes the place of
-`original`. It calls `yours`, and adds nothing that the exercise asks for.
+reference/ladder/yours/ that stands between the two: through(yours, original) -> what takes the
+place of `original`. It calls `yours`, and adds nothing that the exercise asks for.
 """
 
 import ast

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lessons.l09_flash_attention.blackwell.tiles import (
+from lessons.l09_flash_attention.hopper.blackwell.tiles import (
     allocate_barriers,
     exp2,
     part_of,
