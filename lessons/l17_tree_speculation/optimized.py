@@ -16,14 +16,12 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l05_gqa.optimized import LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units
-from lessons.l10_flash_decoding.optimized import combine
 from lessons.l10_flash_decoding.splits import WorkItems
 from lessons.l12_paged_kv import optimized as paged
 from lessons.l12_paged_kv.kernels.apart import apart
 from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, equal_split, listed_split
-from lessons.l12_paged_kv.kernels.launch import empty_partials, splits_for
+from lessons.l12_paged_kv.kernels.launch import empty_partials, merged, splits_for
 from lessons.l12_paged_kv.kernels.launch import sizes_of as tile_sizes_of
-from lessons.l12_paged_kv.kernels.plan import combine_ranges
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l17_tree_speculation.arguments import check_tree, check_tree_items
 from lessons.l17_tree_speculation.kernel import all_old, in_tree, old_in_window, tree_kernel
@@ -59,6 +57,20 @@ def row_tiles_of(max_seqlen_q: int, group: int) -> int:
     return triton.cdiv(max_seqlen_q * group, MOST_ROWS)
 
 
+def room_for(
+    q: Tensor, num_splits: int | None, v_head_dim: int, items: WorkItems | None, max_seqlen_q: int
+) -> tuple[Tensor, Tensor]:
+    """Room for what the programs of a launch find. q: [T, Hq, D] -> partial_out: [T, Hq, S, Dv] and
+    partial_lse: [T, Hq, S]; of a list any place may be any token's, so T is 1 there.
+    """
+    if items is not None:
+        # Enough, because no token has more places than its sequence has items.
+        room = max_seqlen_q * len(items.items)
+        return empty_partials(q[:1], room, v_head_dim, torch.float32)
+    dtype = q.dtype if num_splits == 1 else torch.float32
+    return empty_partials(q, num_splits, v_head_dim, dtype)
+
+
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -91,21 +103,40 @@ def tree_attention(
         return q.new_empty(0, num_heads, v_head_dim)
     max_seqlen_q = max_seqlen_q or int(cu_seqlens_q.diff().max())
     size = sizes_of(max_seqlen_q * group, head_dim, v_head_dim, has_matrix_units(q))
-    row_tiles = row_tiles_of(max_seqlen_q, group)
-    reach = reach_of(window, max_seqlen_q)
     if items is None:
-        programs = q[:1].expand(len(context_lens) * row_tiles, -1, -1)  # without splits
-        how = num_splits, split_size, max_context_len
-        num_splits = splits_for(programs, k_cache, block_table, size["BLOCK_N"], reach, *how)
-        dtype = q.dtype if num_splits == 1 else torch.float32
-        partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
-        grid = num_kv_heads * row_tiles, num_splits, len(context_lens)
-    else:
-        # Enough, because no token has more places than its sequence has items.
-        room = max_seqlen_q * len(items.items)
-        partial_out, partial_lse = empty_partials(q[:1], room, v_head_dim, torch.float32)
-        grid = num_kv_heads * row_tiles, len(items.items)
-    tree_kernel[grid](
+        programs = q[:1].expand(len(context_lens) * row_tiles_of(max_seqlen_q, group), -1, -1)
+        reach = reach_of(window, max_seqlen_q)
+        how = reach, num_splits, split_size, max_context_len
+        num_splits = splits_for(programs, k_cache, block_table, size["BLOCK_N"], *how)
+    where = block_table, cu_seqlens_q, context_lens, tree
+    how = softmax_scale, window, max_seqlen_q, num_splits, split_size, items
+    return launch_trees(q, k_cache, v_cache, *where, size, *how)
+
+
+def launch_trees(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    tree: Tensor,
+    size: dict[str, int],
+    softmax_scale: float | None,
+    window: int | None,
+    max_seqlen_q: int,
+    num_splits: int | None,
+    split_size: int | None,
+    items: WorkItems | None,
+) -> Tensor:
+    """`tree_attention` of arguments that are checked. size: as from `sizes_of`; num_splits: None
+    with a list.
+    """
+    (_, num_heads, head_dim), (num_kv_heads, v_head_dim) = q.shape, v_cache.shape[2:]
+    group, reach = num_heads // num_kv_heads, reach_of(window, max_seqlen_q)
+    partial_out, partial_lse = room_for(q, num_splits, v_head_dim, items, max_seqlen_q)
+    splits = (num_splits, len(context_lens)) if items is None else (len(items.items), 1)
+    tree_kernel[(num_kv_heads * row_tiles_of(max_seqlen_q, group), *splits)](
         q,
         k_cache,
         v_cache,
@@ -139,11 +170,7 @@ def tree_attention(
         SPLIT_OF=equal_split if items is None else listed_split,
         num_warps=warps_of(size),
     )
-    if items is not None:
-        return combine_ranges(partial_out[0], partial_lse[0], items.starts, q.dtype)[0]
-    if partial_out.shape[2] == 1:
-        return partial_out[:, :, 0]
-    return combine(partial_out, partial_lse, q.dtype)[0]
+    return merged(partial_out, partial_lse, items, q.dtype)[0]
 
 
 # ---------------------------------------------------------------- the rung
