@@ -167,7 +167,7 @@ def tree_kernel(
                 LOAD,
                 SEES_OLD,
             )
-        for start in tl.range(new, end, BLOCK_NEW, num_stages=1):
+        for start in range(new, end, BLOCK_NEW):
             key = start + tl.arange(0, BLOCK_NEW)
             m_i, l_i, acc = tile_step(
                 q,

@@ -43,13 +43,18 @@ def sizes_of(rows: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> d
     least = SMALLEST_TILE if max(size["BLOCK_D"], size["BLOCK_DV"]) <= 128 else MOST_ROWS
     block_m = max(least, min(MOST_ROWS, triton.next_power_of_2(rows)))
     block_n = min(64, size["BLOCK_N"])
-    # Among the new keys a tile has a place of the table for each row and key, so it is square.
-    return size | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_NEW": min(block_m, block_n)}
+    # Among the new keys a tile has a place of the table for each row and key, so it is no wider
+    # than high. Narrow heads take half of that, because their programs get fewer registers.
+    block_new = max(SMALLEST_TILE, min(block_m, block_n, size["BLOCK_DV"] // 4))
+    return size | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_NEW": block_new}
 
 
-def warps_of(size: dict[str, int]) -> int:
-    """4 warps, 8 where a program's sums would not fit their registers."""
-    return 4 if size["BLOCK_M"] * size["BLOCK_DV"] <= 4096 else 8
+def warps_of(size: dict[str, int], matrix_units: bool) -> int:
+    """4 warps, 8 where a program's sums would not fit their registers: products without matrix
+    units take more of them.
+    """
+    most = 4096 if matrix_units else 2048
+    return 4 if size["BLOCK_M"] * size["BLOCK_DV"] <= most else 8
 
 
 def row_tiles_of(max_seqlen_q: int, group: int) -> int:
@@ -168,7 +173,7 @@ def launch_trees(
         **size,
         SEES_OLD=all_old if window is None else old_in_window,
         SPLIT_OF=equal_split if items is None else listed_split,
-        num_warps=warps_of(size),
+        num_warps=warps_of(size, has_matrix_units(q)),
     )
     return merged(partial_out, partial_lse, items, q.dtype)[0]
 

@@ -52,7 +52,7 @@ def spec(
             **size,
             **parts["constexprs"],
         },
-        num_warps=warps_of(size),
+        num_warps=warps_of(size, has_matrix_units),
         divisible_by_16=parts["divisible_by_16"],
         chips=chips,
     )
