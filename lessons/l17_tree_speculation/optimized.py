@@ -44,17 +44,18 @@ def sizes_of(rows: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> d
     block_m = max(least, min(MOST_ROWS, triton.next_power_of_2(rows)))
     block_n = min(64, size["BLOCK_N"])
     # Among the new keys a tile has a place of the table for each row and key, so it is no wider
-    # than high. Narrow heads take half of that, because their programs get fewer registers.
+    # than high. Narrow heads take half of that, because larger ones spill.
     block_new = max(SMALLEST_TILE, min(block_m, block_n, size["BLOCK_DV"] // 4))
     return size | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_NEW": block_new}
 
 
 def warps_of(size: dict[str, int], matrix_units: bool) -> int:
     """4 warps, 8 where a program's sums would not fit their registers: products without matrix
-    units take more of them.
+    units take more of them, and the compiler gives programs of narrow heads fewer.
     """
     most = 4096 if matrix_units else 2048
-    return 4 if size["BLOCK_M"] * size["BLOCK_DV"] <= most else 8
+    is_narrow = size["BLOCK_M"] > SMALLEST_TILE and size["BLOCK_DV"] <= 64
+    return 8 if is_narrow or size["BLOCK_M"] * size["BLOCK_DV"] > most else 4
 
 
 def row_tiles_of(max_seqlen_q: int, group: int) -> int:
