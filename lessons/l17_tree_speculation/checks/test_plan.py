@@ -237,11 +237,11 @@ WRONG_KERNELS = {
     "every token at the first one's places": ("places_ptr + token)", "places_ptr + token * 0)"),
     "every head at the first one's places": ("head.to(tl.int64) * num_places", "head.to(tl.int64)"),
     "old tiles counted up to a new key": ("tl.minimum(held, end) - begin", "end - begin"),
-    "new keys walked from the split's begin": ("tl.range(new, end,", "tl.range(begin, end,"),
+    "new keys walked from the split's begin": ("range(new, end,", "range(begin, end,"),
     "without the last old tile": ("tl.range(begin, new,", "tl.range(begin, new - BLOCK_N,"),
     "new keys walked by the old tile": (
-        "tl.range(new, end, BLOCK_NEW",
-        "tl.range(new, end, BLOCK_N",
+        "range(new, end, BLOCK_NEW",
+        "range(new, end, BLOCK_N",
     ),
 }
 
