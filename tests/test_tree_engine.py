@@ -312,7 +312,7 @@ def test_outputs_without_a_residual_are_found(model, monkeypatch):
 # ---------------------------------------------------------------- planted slips
 
 
-def siblings_see_each_other(batch, trees):
+def siblings_see_each_other(batch, trees, pool):
     """A causal mask in the place of the tree's."""
     batch = with_trees(batch, trees)
     if batch.tree is not None:
@@ -324,7 +324,7 @@ def siblings_see_each_other(batch, trees):
     return batch
 
 
-def positions_by_order(batch, trees):
+def positions_by_order(batch, trees, pool):
     """Node i is i places after the root."""
     return replace(batch, tree=with_trees(batch, trees).tree)
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.arguments import check_one_device
-from lessons.l12_paged_kv.kernels.arguments import check_places, check_prefill
+from lessons.l10_flash_decoding.splits import WorkItems
+from lessons.l12_paged_kv.kernels.arguments import check_items, check_places, check_prefill
 from lessons.l17_tree_speculation.trees.tree import MOST_NODES
 from lessons.toolbox.model.arguments import refuse
 
@@ -28,6 +29,15 @@ def check_tree(
         got = f"{tree.dtype} {list(tree.shape)} with strides {list(tree.stride())}"
         refuse("tree", got, f"int8 [{len(q)}, 1 to {MOST_NODES}], dense")
     check_one_device(q=q, tree=tree)
+
+
+def check_tree_items(
+    items: WorkItems, q: Tensor, num_splits: int | None, split_size: int | None
+) -> None:
+    """Raise ValueError unless items is a list for q: [T, Hq, D], with places for each of T tokens,
+    given instead of a number or size of splits.
+    """
+    check_items(items, q[:, 0, 0], num_splits, split_size)
 
 
 def check_model(model: Decoder) -> None:

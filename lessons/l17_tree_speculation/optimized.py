@@ -1,10 +1,10 @@
 """Attention of token trees over pages, in one launch: a row of a tile is a node and a query head.
 
-Lesson 12's body does the work: `tile_step` finds the keys, loads them and keeps the running sums.
-What is new is who sees whom (`in_tree`, a SEES hook), and what a tile holds. Lesson 12's
-prefill_kernel has a program for each query head, which reads K and V for itself. A tree has few
-nodes, so here the nodes of a sequence and the query heads of a KV head share one tile, and K and V
-are read once. As in lesson 10 the keys are split, because a step of few sequences has few programs.
+The kernel is in kernel.py. Lesson 12's prefill_kernel has a program for each query head, which
+reads K and V for itself. A tree has few nodes, so here the nodes of a sequence and the query heads
+of a KV head share one tile, and K and V are read once. As in lesson 10 the keys are split, because
+a step of few sequences has few programs: all sequences in the same number of splits, or by a list
+of splits by length (plan.py).
 
 Sources: Miao et al. 2024, SpecInfer, section 4.2; Cai et al. 2024, Medusa, section 2.1.2; Dao et
 al. 2023, Flash-Decoding.
@@ -16,163 +16,22 @@ from torch import Tensor
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l05_gqa.optimized import LOG2_E
 from lessons.l05_gqa.tiles import SMALLEST_TILE, has_matrix_units
-from lessons.l10_flash_decoding.optimized import combine, keys_of_split
+from lessons.l10_flash_decoding.splits import WorkItems
 from lessons.l12_paged_kv import optimized as paged
 from lessons.l12_paged_kv.kernels.apart import apart
-from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, paged_row, plain_load
-from lessons.l12_paged_kv.kernels.launch import empty_partials, splits_for
+from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, equal_split, listed_split
+from lessons.l12_paged_kv.kernels.launch import empty_partials, merged, splits_for
 from lessons.l12_paged_kv.kernels.launch import sizes_of as tile_sizes_of
-from lessons.l12_paged_kv.kernels.paged import tile_step
 from lessons.l12_paged_kv.optimized import LESSON_12
-from lessons.l17_tree_speculation.arguments import check_tree
-from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.l17_tree_speculation.arguments import check_tree, check_tree_items
+from lessons.l17_tree_speculation.kernel import all_old, in_tree, old_in_window, tree_kernel
+from lessons.l17_tree_speculation.plan import items_of_step, reach_of
+from lessons.toolbox.kernels.triton_ import triton
+
+__all__ = ["LESSON_17", "MOST_ROWS", "in_tree", "tree_attention", "tree_kernel"]
 
 # Nodes times query heads that a program takes at once: with 64 the compiler spills registers.
 MOST_ROWS = 32
-
-
-@triton.jit
-def in_tree(query, key, held, window, token, tree_ptr, stride_tree):
-    """A node sees what the sequence held before the step, and the nodes on its way from the root.
-
-    query: [M, 1], where the token lies; key: [1, N]; token: [M, 1], which row of the table is its.
-    tree_ptr: [T, W] int8, dense: at [t, w] how far new token w of its sequence lies above t, 1 for
-    itself, 0 if it is not on the way. A row of zeros is a token of a prompt: it sees what lies in
-    front of it. A window counts along the way.
-    """
-    row = token.to(tl.int32) * stride_tree  # int32, because wide addresses take registers
-    level = tl.load(tree_ptr + row).to(tl.int32)  # [M, 1]: depth + 1; 0 in a prompt
-    is_new = (key >= held) & (key < held + stride_tree)
-    above = tl.load(tree_ptr + (row + key - held), mask=is_new & (level > 0), other=0).to(tl.int32)
-    # A key that was held lies `level` tokens or more above: the root is the token right behind it.
-    in_a_tree = tl.where(key < held, level + held - key, above)
-    distance = tl.where(level > 0, in_a_tree, query - key + 1)
-    return (distance > 0) & (distance <= window)
-
-
-@triton.jit
-def tree_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    cu_seqlens_q_ptr,
-    context_lens_ptr,
-    block_table_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    tree_ptr,
-    scale_log2e,
-    window,
-    split_size,
-    num_kv_heads,
-    stride_qm,
-    stride_qh,
-    stride_kblock,
-    stride_kn,
-    stride_kh,
-    stride_vblock,
-    stride_vn,
-    stride_vh,
-    stride_table,
-    stride_tree,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    ROW_OF: tl.constexpr = paged_row,
-    LOAD: tl.constexpr = plain_load,
-    SEES: tl.constexpr = in_tree,
-):
-    """One program: BLOCK_M rows (new token, query head) of one KV head over one split of its
-    keys.
-    """
-    kv_head, split = tl.program_id(0) % num_kv_heads, tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
-    num_splits = tl.num_programs(1)
-    start_q = tl.load(cu_seqlens_q_ptr + sequence)
-    num_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - start_q
-    start_m = tl.program_id(0) // num_kv_heads * BLOCK_M
-    if start_m < num_queries * GROUP:  # the grid is made for the sequence with most new tokens
-        row, step = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-        is_row = row < num_queries * GROUP
-        # The last token once more in rows without a sequence, because they read the tree's table.
-        query = tl.minimum(row // GROUP, num_queries - 1)
-        token = (start_q + query).to(tl.int64)
-        head = kv_head * GROUP + row % GROUP
-        q = tl.load(
-            q_ptr + token[:, None] * stride_qm + head.to(tl.int64)[:, None] * stride_qh + column,
-            mask=is_row[:, None] & (column < HEAD_DIM),
-            other=0.0,
-        )
-        k_ptr += kv_head.to(tl.int64) * stride_kh
-        v_ptr += kv_head.to(tl.int64) * stride_vh
-        table_ptr = block_table_ptr + sequence * stride_table
-
-        num_keys = tl.load(context_lens_ptr + sequence).to(tl.int32)
-        held = num_keys - num_queries
-        # The root stands at `held`, so no window reaches further back than the root's.
-        first = tl.maximum(held - window + 1, 0) // BLOCK_N * BLOCK_N
-        seen = num_keys - first
-        begin, end = keys_of_split(split, num_splits, split_size, num_keys, seen, BLOCK_N)
-
-        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
-            key = start + step
-            m_i, l_i, acc = tile_step(
-                q,
-                m_i,
-                l_i,
-                acc,
-                (held + query)[:, None],
-                key,
-                key < end,
-                held,
-                token[:, None],
-                sequence,
-                table_ptr,
-                k_ptr,
-                v_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                tree_ptr,
-                scale_log2e,
-                window,
-                stride_kblock,
-                stride_kn,
-                stride_vblock,
-                stride_vn,
-                stride_tree,
-                HEAD_DIM,
-                V_HEAD_DIM,
-                PAGE_SIZE,
-                BLOCK_D,
-                BLOCK_DV,
-                ROW_OF,
-                LOAD,
-                LOAD,
-                SEES,
-            )
-
-        # A split in which a node sees nothing: 0, and by log2(0) the weight −inf.
-        out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-        lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # ln 2, because combine expects base e
-        partial = (token * num_kv_heads * GROUP + head) * num_splits + split
-        tl.store(
-            out_ptr + partial[:, None] * V_HEAD_DIM + v_column,
-            out.to(out_ptr.dtype.element_ty),
-            mask=is_row[:, None] & (v_column < V_HEAD_DIM),
-        )
-        tl.store(lse_ptr + partial, lse, mask=is_row)
 
 
 def sizes_of(rows: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> dict[str, int]:
@@ -183,13 +42,39 @@ def sizes_of(rows: int, head_dim: int, v_head_dim: int, matrix_units: bool) -> d
     # Wide heads always take 32 rows and 8 warps, because 4 warps have too few registers for them.
     least = SMALLEST_TILE if max(size["BLOCK_D"], size["BLOCK_DV"]) <= 128 else MOST_ROWS
     block_m = max(least, min(MOST_ROWS, triton.next_power_of_2(rows)))
-    # At most 64 keys, because a tile has a place of the table for each row and key.
-    return size | {"BLOCK_M": block_m, "BLOCK_N": min(64, size["BLOCK_N"])}
+    block_n = min(64, size["BLOCK_N"])
+    # Among the new keys a tile has a place of the table for each row and key, so it is no wider
+    # than high. Narrow heads take half of that, because larger ones spill.
+    block_new = max(SMALLEST_TILE, min(block_m, block_n, size["BLOCK_DV"] // 4))
+    return size | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_NEW": block_new}
 
 
-def warps_of(size: dict[str, int]) -> int:
-    """4 warps, 8 where a program's sums and its part of the table would not fit their registers."""
-    return 4 if size["BLOCK_M"] * size["BLOCK_DV"] <= 2048 else 8
+def warps_of(size: dict[str, int], matrix_units: bool) -> int:
+    """4 warps, 8 where a program's sums would not fit their registers: products without matrix
+    units take more of them, and the compiler gives programs of narrow heads fewer.
+    """
+    most = 4096 if matrix_units else 2048
+    is_narrow = size["BLOCK_M"] > SMALLEST_TILE and size["BLOCK_DV"] <= 64
+    return 8 if is_narrow or size["BLOCK_M"] * size["BLOCK_DV"] > most else 4
+
+
+def row_tiles_of(max_seqlen_q: int, group: int) -> int:
+    """Programs that share the new tokens and the query heads of a KV head."""
+    return triton.cdiv(max_seqlen_q * group, MOST_ROWS)
+
+
+def room_for(
+    q: Tensor, num_splits: int | None, v_head_dim: int, items: WorkItems | None, max_seqlen_q: int
+) -> tuple[Tensor, Tensor]:
+    """Room for what the programs of a launch find. q: [T, Hq, D] -> partial_out: [T, Hq, S, Dv] and
+    partial_lse: [T, Hq, S]; of a list any place may be any token's, so T is 1 there.
+    """
+    if items is not None:
+        # Enough, because no token has more places than its sequence has items.
+        room = max_seqlen_q * len(items.items)
+        return empty_partials(q[:1], room, v_head_dim, torch.float32)
+    dtype = q.dtype if num_splits == 1 else torch.float32
+    return empty_partials(q, num_splits, v_head_dim, dtype)
 
 
 def tree_attention(
@@ -206,33 +91,65 @@ def tree_attention(
     num_splits: int | None = None,
     split_size: int | None = None,
     max_context_len: int | None = None,
+    items: WorkItems | None = None,
 ) -> Tensor:
     """The newest tokens of each sequence, a tree or a piece of a prompt, over all that it holds.
     q: [T, Hq, D] -> [T, Hq, Dv].
 
     tree: [T, W] int8, as `in_tree` reads it. Splits as in lesson 12's `paged_decode`, the rest as
-    in its `paged_prefill`. float32 inside. Raises ValueError.
+    in its `paged_prefill`. items: plan.py's `tree_items`, instead of one number of splits for all.
+    float32 inside. Raises ValueError.
     """
     check_tree(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, tree, window)
+    if items is not None:
+        check_tree_items(items, q, num_splits, split_size)
     (num_tokens, num_heads, head_dim), (num_kv_heads, v_head_dim) = q.shape, v_cache.shape[2:]
     group = num_heads // num_kv_heads
     if not num_tokens:
         return q.new_empty(0, num_heads, v_head_dim)
     max_seqlen_q = max_seqlen_q or int(cu_seqlens_q.diff().max())
     size = sizes_of(max_seqlen_q * group, head_dim, v_head_dim, has_matrix_units(q))
-    row_tiles = triton.cdiv(max_seqlen_q * group, size["BLOCK_M"])
-    programs = q[:1].expand(len(context_lens) * row_tiles, -1, -1)  # without splits
-    span = None if window is None else window + max_seqlen_q  # from the root's to the deepest's
-    how = num_splits, split_size, max_context_len
-    num_splits = splits_for(programs, k_cache, block_table, size["BLOCK_N"], span, *how)
-    dtype = q.dtype if num_splits == 1 else torch.float32
-    partial_out, partial_lse = empty_partials(q, num_splits, v_head_dim, dtype)
-    tree_kernel[num_kv_heads * row_tiles, num_splits, len(context_lens)](
+    if items is None:
+        programs = q[:1].expand(len(context_lens) * row_tiles_of(max_seqlen_q, group), -1, -1)
+        reach = reach_of(window, max_seqlen_q)
+        how = reach, num_splits, split_size, max_context_len
+        num_splits = splits_for(programs, k_cache, block_table, size["BLOCK_N"], *how)
+    where = block_table, cu_seqlens_q, context_lens, tree
+    how = softmax_scale, window, max_seqlen_q, num_splits, split_size, items
+    return launch_trees(q, k_cache, v_cache, *where, size, *how)
+
+
+def launch_trees(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    tree: Tensor,
+    size: dict[str, int],
+    softmax_scale: float | None,
+    window: int | None,
+    max_seqlen_q: int,
+    num_splits: int | None,
+    split_size: int | None,
+    items: WorkItems | None,
+) -> Tensor:
+    """`tree_attention` of arguments that are checked. size: as from `sizes_of`; num_splits: None
+    with a list.
+    """
+    (_, num_heads, head_dim), (num_kv_heads, v_head_dim) = q.shape, v_cache.shape[2:]
+    group, reach = num_heads // num_kv_heads, reach_of(window, max_seqlen_q)
+    partial_out, partial_lse = room_for(q, num_splits, v_head_dim, items, max_seqlen_q)
+    splits = (num_splits, len(context_lens)) if items is None else (len(items.items), 1)
+    tree_kernel[(num_kv_heads * row_tiles_of(max_seqlen_q, group), *splits)](
         q,
         k_cache,
         v_cache,
         partial_out,
         partial_lse,
+        None if items is None else items.items,
+        None if items is None else items.starts,
         cu_seqlens_q,
         context_lens,
         block_table,
@@ -241,8 +158,10 @@ def tree_attention(
         tree,
         (head_dim**-0.5 if softmax_scale is None else softmax_scale) * LOG2_E,
         NO_WINDOW if window is None else window,
+        NO_WINDOW if reach is None else reach,
         split_size or 0,
         num_kv_heads,
+        partial_out.shape[2],
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -253,11 +172,11 @@ def tree_attention(
         V_HEAD_DIM=v_head_dim,
         PAGE_SIZE=k_cache.shape[1],
         **size,
-        num_warps=warps_of(size),
+        SEES_OLD=all_old if window is None else old_in_window,
+        SPLIT_OF=equal_split if items is None else listed_split,
+        num_warps=warps_of(size, has_matrix_units(q)),
     )
-    if num_splits == 1:
-        return partial_out[:, :, 0]
-    return combine(partial_out, partial_lse, q.dtype)[0]
+    return merged(partial_out, partial_lse, items, q.dtype)[0]
 
 
 # ---------------------------------------------------------------- the rung
@@ -278,8 +197,14 @@ def prefill(
     def trees(q: Tensor, part: Batch) -> Tensor:
         where = part.block_table, part.cu_seqlens_q, part.context_lens
         how = softmax_scale, window, part.max_seqlen_q
+        group, num_kv_heads = q.shape[1] // k_cache.shape[2], k_cache.shape[2]
+        programs = num_kv_heads * row_tiles_of(part.max_seqlen_q, group)
+        widths = q.shape[2], v_cache.shape[3]
+        block_n = sizes_of(group, *widths, has_matrix_units(q))["BLOCK_N"]
+        items = items_of_step(part, programs, block_n, window)
         most = part.max_context_len
-        return tree_attention(q, k_cache, v_cache, *where, part.tree, *how, max_context_len=most)
+        how = *how, None, None, most, items
+        return tree_attention(q, k_cache, v_cache, *where, part.tree, *how)
 
     def prompts(q: Tensor, part: Batch) -> Tensor:
         return paged.prefill(q, k_cache, v_cache, part, softmax_scale, window)

@@ -22,7 +22,8 @@ from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.runner import new_pool
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 from lessons.l17_tree_speculation.heads.heads import tapped_features
-from lessons.l17_tree_speculation.optimized import LESSON_17
+from lessons.l17_tree_speculation.optimized import LESSON_17, row_tiles_of
+from lessons.l17_tree_speculation.plan import pays
 from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
 from lessons.l17_tree_speculation.trees.tree import Tree
 
@@ -68,7 +69,7 @@ class TreeRunner(RewindingRunner):
         next tokens of the text. Raises OutOfBlocks, as `step`.
         """
         batch = self.grown(new)
-        batch = with_trees(batch, [trees.get(sequence) for sequence in new])
+        batch = with_trees(batch, [trees.get(sequence) for sequence in new], self.pool)
         hidden, features = self.compute(batch)
         rows, end = {}, 0
         for sequence, tokens in new.items():
@@ -114,9 +115,10 @@ def compact(pool: KVPool, moves: Moves) -> None:
         kept[:, target] = moved
 
 
-def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
+def with_trees(batch: Batch, trees: list[Tree | None], pool: KVPool | None = None) -> Batch:
     """The step of `new_batch` whose sequences run trees where they have one: positions by depth,
-    and the table of who sees whom. Slots stay in the order of the nodes.
+    and the table of who sees whom. Slots stay in the order of the nodes. pool: what the step reads;
+    on a GPU it gets room for lists of splits, if its lengths differ much.
 
     Raises ValueError for a tree that has not as many nodes as its sequence has new tokens.
     """
@@ -125,7 +127,8 @@ def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
     width = max(len(tree) for tree in trees if tree is not None)
     table = torch.zeros(len(batch.tokens), width, dtype=torch.int8)
     back = torch.zeros(len(batch.tokens), dtype=torch.int64)  # from the order to the depth
-    starts = batch.cu_seqlens_q.tolist()
+    numbers = torch.cat([batch.cu_seqlens_q, batch.context_lens]).tolist()  # once, because it waits
+    starts, lengths = numbers[: len(trees) + 1], numbers[len(trees) + 1 :]
     for tree, first, end in zip(trees, starts, starts[1:]):
         if tree is None:
             continue
@@ -137,10 +140,14 @@ def with_trees(batch: Batch, trees: list[Tree | None]) -> Batch:
         table[first:end, : len(tree)] = tree.table
         back[first:end] = torch.arange(len(tree)) - torch.tensor(tree.depths)
     device, count = batch.tokens.device, trees_in_front(trees, starts)
+    # A prompt among the trees would ask for places of all of its tokens.
+    through_kernel = count or (0 if any(prompts_of(trees, starts)) else len(trees))
+    is_listed = pool is not None and list_pays(pool, lengths[:through_kernel], width)
     return replace(
         batch,
         positions=batch.positions - back.to(device),
         tree=table.to(device),
+        plans={} if is_listed else None,
         num_decodes=count,
         num_decode_tokens=starts[count],
     )
@@ -151,7 +158,21 @@ def trees_in_front(trees: list[Tree | None], starts: list[int]) -> int:
     prompts, or if a tree comes after one. starts: where the tokens of each sequence begin, and
     the end.
     """
-    lengths = [end - first for first, end in pairwise(starts)]
-    is_prompt = [tree is None and length > 1 for tree, length in zip(trees, lengths)]
+    is_prompt = prompts_of(trees, starts)
     count = is_prompt.index(True) if any(is_prompt) else 0
     return count if all(tree is None for tree in trees[count:]) else 0
+
+
+def prompts_of(trees: list[Tree | None], starts: list[int]) -> list[bool]:
+    """Which sequences run several tokens that are no tree. Arguments as above."""
+    lengths = [end - first for first, end in pairwise(starts)]
+    return [tree is None and length > 1 for tree, length in zip(trees, lengths)]
+
+
+def list_pays(pool: KVPool, context_lens: list[int], most_nodes: int) -> bool:
+    """Whether trees of at most so many nodes, after these contexts, are worth a list of splits."""
+    device, num_kv_heads = pool.k_slots.device, pool.k_slots.shape[-2]
+    if device.type != "cuda":
+        return False
+    group = pool.config.num_attention_heads // pool.config.num_key_value_heads
+    return pays(context_lens, num_kv_heads * row_tiles_of(most_nodes, group), device)

@@ -4,9 +4,10 @@
     scheduler = ChunkedScheduler(blocks, host=Elsewhere(blocks))
 
 A block is saved when it is full, and not when the pool takes it back: then no one has to wait
-until it is read. A load puts blocks into the prefix cache, and not into a request: they are free blocks
-that are known, and the request finds them as it finds all others. So nothing else of the scheduler
-changes, and a request that ends, or is preempted, while its load runs needs no rule of its own.
+until it is read. A load puts blocks into the prefix cache, and not into a request: they are free
+blocks that are known, and the request finds them as it finds all others. So nothing else of the
+scheduler changes, and a request that ends, or is preempted, while its load runs needs no rule of
+its own.
 """
 
 from collections.abc import Callable

@@ -113,7 +113,7 @@ class ModelRunner:
         if any(trees):
             from lessons.l17_tree_speculation.runner import with_trees
 
-            batch = with_trees(batch, trees)
+            batch = with_trees(batch, trees, self.pool)
         if self.late is not None:
             self.late(batch.tokens)
         attend = self.pool.attending(batch)

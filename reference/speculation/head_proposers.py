@@ -255,7 +255,7 @@ class BlockDrafter(HeadDrafter):
         """
         batch = step_batch(self.pool, chunks, tables)
         if shapes is not None:
-            batch = with_trees(batch, shapes)
+            batch = with_trees(batch, shapes, self.pool)
         attend = self.pool.attending(batch)
 
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -31,3 +31,13 @@ def test_a_table_costs_no_wide_load_and_no_stage():
     assert paged.loads_128bit >= 48 and contiguous.loads_128bit >= 48
     # K and V of two tiles: 4 · 64 keys · 128 values · 2 bytes
     assert paged.shared_bytes >= 64 * 1024 and paged.registers <= 128
+
+
+@pytest.mark.compiler
+def test_latents_through_a_table_keep_two_tiles_under_way_and_two_programs_an_sm():
+    """As latents in one piece do: with fewer stages the compiler keeps one tile of 32 rows."""
+    for report in reports_of(KERNELS, "paged_mla.*bf16_16_sm90", [90]):
+        tile = 32 * 576 * 2
+        assert 2 * tile < report.shared_bytes <= 3 * tile
+        # 1 KiB is the system's, and 4 warps share 65,536 registers with another program's.
+        assert 2 * (report.shared_bytes + 1024) <= 228 * 1024 and report.registers <= 255

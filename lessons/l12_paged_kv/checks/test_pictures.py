@@ -92,6 +92,26 @@ def test_ragged_steps_come_near_the_bound_and_equal_ones_stay(seed):
         assert ragged.prediction(same, chip)["chosen_to_equal"] == 1
 
 
+@pytest.mark.parametrize("name", ["trees", "latents"])
+def test_ragged_trees_and_latents_come_near_the_bound(name, seed):
+    """Of batches that take 50 µs or more, as above."""
+    draws, chip = random.Random(seed), CHIPS["h200"]
+    work, times = {"trees": (ragged.TREES, 1), "latents": (ragged.LATENTS, 4)}[name]
+    for _ in range(6):
+        short = [times * draws.randint(1, 4096) for _ in range(draws.choice((30, 41, 100)))]
+        found = ragged.prediction([times * draws.choice((32768, 65536)), *short], chip, work)
+        assert found["by_length"] and found["bound_us"] > 50
+        assert found["chosen_to_bound"] <= 1.15 and found["chosen_to_equal"] < 1
+
+
+def test_the_record_holds_a_ragged_batch_of_each_kind_near_its_bound():
+    record = json.loads(ragged.RECORD.read_text(encoding="utf-8"))
+    for kind in (record, record["trees"], record["latents"]):
+        listed = [found for found in kind["batches"].values() if found["by_length"]]
+        assert len(listed) >= 3
+        assert all(found["chosen_to_bound"] <= 1.15 for found in listed)
+
+
 def test_the_readme_quotes_the_formulas():
     text = README
     for tokens in (100, 180, 500):

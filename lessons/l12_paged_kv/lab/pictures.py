@@ -16,7 +16,7 @@ from lessons.l10_flash_decoding.lab.pictures import IDLE, panel
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l12_paged_kv.lab.ragged import (
     BATCHES,
-    WORK,
+    DECODE,
     equal_bounds,
     listed_bounds,
     pieces_of,
@@ -157,7 +157,7 @@ def draw_ragged() -> ClassFigure:
     equal_us = 1e6 * predicted_s(equal, chip, False)
     listed_us = 1e6 * predicted_s(listed, chip, True)
     # The long sequence is the first, and its splits are the first of the list.
-    kv_heads, cut = WORK.num_kv_heads, len(listed[0])
+    kv_heads, cut = DECODE.num_programs, len(listed[0])
     panels = {
         f"one split each: {equal_us:.0f} µs": (equal, False, kv_heads),
         f"by length, the long one in {cut} splits: {listed_us:.0f} µs": (
@@ -170,8 +170,8 @@ def draw_ragged() -> ClassFigure:
     fig, ax = frame(
         f"Predicted: split by length, one 32k context among 63 short ones takes {listed_us:.0f} µs "
         f"instead of {equal_us:.0f}",
-        f"predicted by lab/ragged.py, not measured · one layer, heads {WORK.num_heads}/{kv_heads}, "
-        f"head_dim {WORK.head_dim}, 16 bits · {chip.name}, {chip.sm_count} SMs with 2 slots each",
+        f"predicted by lab/ragged.py, not measured · one layer, {DECODE.shape}, 16 bits · "
+        f"{chip.name}, {chip.sm_count} SMs with 2 slots each",
         (11, 5.2),
     )
     for n, (title, (bounds, longest_first, of_the_long)) in enumerate(panels.items()):

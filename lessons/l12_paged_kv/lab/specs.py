@@ -18,6 +18,7 @@ from lessons.l12_paged_kv.kernels.hooks import (
     paged_row,
     plain_load,
 )
+from lessons.l12_paged_kv.kernels.latents import paged_tiles
 from lessons.l12_paged_kv.kernels.launch import narrower, sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
@@ -194,7 +195,7 @@ KERNELS += [
     prefill_spec("bf16", 128, 90, row_of=contiguous_row),
     prefill_spec("bf16", 128, 90, sees=in_window),
 ]
-# DeepSeek's latents, with lesson 10's tiles.
+# DeepSeek's latents, with lesson 10's tiles and room for the table's wait.
 KERNELS += [
     replace(
         spec,
@@ -212,6 +213,12 @@ KERNELS += [
         constexprs=spec.constexprs
         | {"PAGE_SIZE": 16, "ROW_OF": paged_row, "SPLIT_OF": split_of}
         | ({} if split_of is listed_split else {"items_ptr": None}),
+        num_stages=paged_tiles(
+            spec.constexprs["BLOCK_H"],
+            4 if "fp32" in spec.name else 2,
+            CHIPS[spec.chips[0]].shared_limit_bytes,
+            spec.chips[0],
+        ).num_stages,
         divisible_by_16=tuple(
             name.replace("stride_kb", "stride_kblock") for name in spec.divisible_by_16
         ),

@@ -76,14 +76,14 @@ def test_slips_of_the_cache_are_found(seed, monkeypatch):
     assert generate(model, [prompt], 20, counts=counts, **options) == [answer[:20]]
     assert counts.kept > 4
 
-    def by_order(batch, trees):
+    def by_order(batch, trees, pool):
         made = with_trees(batch, trees)
         # Not beyond the deepest node's, because the table of rotations ends with the longest
         # answer.
         deepest = int(made.positions.max())
         return replace(made, positions=batch.positions.clamp(max=deepest))
 
-    def seen_by_all(batch, trees):
+    def seen_by_all(batch, trees, pool):
         made = with_trees(batch, trees)
         return replace(made, tree=None)
 
