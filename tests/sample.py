@@ -14,7 +14,7 @@ import pytest
 
 from tests.seeds import seed_of
 
-OF_A_LESSON = 4
+OF_A_LESSON = 3
 QUICK = "of the tests that take longest a sample of their cases (make test)"
 
 
