@@ -24,8 +24,8 @@ from lessons.l12_paged_kv.kernels.launch import empty_partials, merged, splits_f
 from lessons.l12_paged_kv.kernels.launch import sizes_of as tile_sizes_of
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l17_tree_speculation.arguments import check_tree, check_tree_items
-from lessons.l17_tree_speculation.kernel import all_old, in_tree, old_in_window, tree_kernel
-from lessons.l17_tree_speculation.plan import items_of_step, reach_of
+from lessons.l17_tree_speculation.trees.kernel import all_old, in_tree, old_in_window, tree_kernel
+from lessons.l17_tree_speculation.trees.plan import items_of_step, reach_of
 from lessons.toolbox.kernels.triton_ import triton
 
 __all__ = ["LESSON_17", "MOST_ROWS", "in_tree", "tree_attention", "tree_kernel"]

@@ -23,8 +23,8 @@ from lessons.l12_paged_kv.runner import new_pool
 from lessons.l16_speculative_sampling.runner import RewindingRunner
 from lessons.l17_tree_speculation.heads.heads import tapped_features
 from lessons.l17_tree_speculation.optimized import LESSON_17, row_tiles_of
-from lessons.l17_tree_speculation.plan import pays
 from lessons.l17_tree_speculation.stand_ins import LESSON_17_TORCH
+from lessons.l17_tree_speculation.trees.plan import pays
 from lessons.l17_tree_speculation.trees.tree import Tree
 
 TREES = Rung("token trees", LESSON_17, LESSON_17_TORCH, prepare=fused)

@@ -296,7 +296,7 @@ def test_forbid_example(impl, seed):
 
 
 @check("24.3", seconds=20)
-def test_the_kernel_forbids(impl, seed):
+def test_the_kernel_does_it(impl, seed):
     """The kernel, not PyTorch: it stores to what is forbidden, once, and loads no logit."""
     logits, words, is_forbidden = batch_of(seed, 2, 70)
     with watched() as watch:

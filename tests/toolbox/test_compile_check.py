@@ -151,7 +151,9 @@ def test_a_recorded_report_counts_for_its_own_compiler_alone(monkeypatch, tmp_pa
     of_another = job.report(registers=5)
     for compiler, registers in ((job.compiler, 5), ("triton 1.0", 7)):
         recorded = dataclasses.replace(of_another, compiler=compiler)
-        monkeypatch.setattr(compile_check, "recorded", lambda found=recorded: {job.key: found})
+        monkeypatch.setattr(
+            compile_check, "recorded", lambda folder, found=recorded: {job.key: found}
+        )
         assert check(kernels.COPY, [90])[0].registers == registers
 
 

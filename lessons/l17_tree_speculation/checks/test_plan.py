@@ -12,12 +12,13 @@ import torch
 
 from lessons.l03_kv_cache.batch import new_batch
 from lessons.l10_flash_decoding.splits import WorkItems, bounds_by_length, pays_by_length
-from lessons.l17_tree_speculation import kernel, optimized, plan, runner
+from lessons.l17_tree_speculation import optimized, runner
 from lessons.l17_tree_speculation.lab.testing import BRANCHES, DEVICE, tree_inputs
 from lessons.l17_tree_speculation.naive import path_attention
 from lessons.l17_tree_speculation.optimized import LESSON_17, tree_attention, tree_kernel
-from lessons.l17_tree_speculation.plan import places_by_token, reach_of, tree_items
 from lessons.l17_tree_speculation.runner import with_trees
+from lessons.l17_tree_speculation.trees import kernel, plan
+from lessons.l17_tree_speculation.trees.plan import places_by_token, reach_of, tree_items
 from lessons.l17_tree_speculation.trees.tree import chain, full_tree
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, prove
 from lessons.toolbox.proof.planted import with_bug

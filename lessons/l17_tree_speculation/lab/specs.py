@@ -6,8 +6,8 @@ generations, and tests assert.
 
 from lessons.l12_paged_kv.kernels.hooks import equal_split, listed_split, paged_row
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, common
-from lessons.l17_tree_speculation.kernel import all_old, in_tree, old_in_window
 from lessons.l17_tree_speculation.optimized import sizes_of, warps_of
+from lessons.l17_tree_speculation.trees.kernel import all_old, in_tree, old_in_window
 from lessons.toolbox.kernels.compile_check import KernelSpec
 
 
@@ -30,7 +30,7 @@ def spec(
     has_matrix_units = dtype != "fp32" and 75 not in chips
     size = sizes_of(group * nodes, head_dim, head_dim, has_matrix_units)
     return KernelSpec(
-        "lessons.l17_tree_speculation.kernel:tree_kernel",
+        "lessons.l17_tree_speculation.trees.kernel:tree_kernel",
         name=f"tree_{dtype}_{group}x{head_dim}_{nodes}{hooks}",
         signature=parts["signature"]
         | {

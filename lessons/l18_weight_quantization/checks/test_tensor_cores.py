@@ -187,7 +187,7 @@ def test_what_the_page_says_of_the_record():
 @pytest.mark.compiler
 def test_the_loop_has_as_many_machine_instructions():
     if check_cuda(SOURCE.read_text(encoding="utf-8"), [90], SOURCE.name)[0].error:
-        pytest.skip("NOT RUN: cuda.core or NVRTC is missing")
+        pytest.skip("NOT RUN: NVRTC is missing")
     for name, many in loops().items():
         assert many == pytest.approx(RECORDED["machine_instructions_a_weight"][name], rel=0.05)
 

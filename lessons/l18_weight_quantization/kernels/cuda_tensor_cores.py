@@ -46,7 +46,7 @@ def w4a16_tensor_cores(
     """x: [M, K] in bfloat16 or float16, M up to 16; bias: [N] or None -> [M, N] in x's dtype.
 
     warps: None for those that fit the machine. Sums are float32. Raises ValueError, and
-    RuntimeError where cuda.core is missing, on a CPU NVRTC.
+    RuntimeError where cuda-bindings is missing, on a CPU NVRTC.
     """
     check(x, weight, bias)
     if weight.order is not None:

@@ -22,6 +22,7 @@ from lessons.l18_weight_quantization.kernels.fragments import Fragments
 from lessons.l18_weight_quantization.optimized import matmul
 from lessons.l18_weight_quantization.weights import GroupedInt
 from lessons.toolbox.gpu.another_process import call
+from lessons.toolbox.gpu.nvrtc import cubin_of
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l18_tensor_cores.json"
 N, K, GROUP = 28672, 4096, 128  # gate and up of Llama-3-8B, as results/h200/l18_batch.json has it
@@ -81,18 +82,16 @@ def predicted(name: str, rows: int) -> dict:
     }
 
 
-def loops(chip: str = "sm_90a") -> dict[str, float]:
+def loops(chip: int = 90) -> dict[str, float]:
     """{kernel of tensor_cores.cu: machine instructions a weight of its loop over K}. All of the
     loop is counted once, also what not every warp runs.
     """
     import triton
-    from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(arch=chip, std="c++17")
-    source = SOURCE.read_text(encoding="utf-8")
+    code, _ = cubin_of(SOURCE.read_text(encoding="utf-8"), SOURCE.name, chip)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
-        file.write_bytes(bytes(Program(source, "c++", options).compile("cubin").code))
+        file.write_bytes(code)
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(file)]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}

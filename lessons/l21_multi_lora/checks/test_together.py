@@ -11,6 +11,7 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l21_multi_lora import naive, optimized, together
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.kernels import slices as kernels
+from lessons.l21_multi_lora.kernels.slices import expand_slices_kernel, shrink_slices_kernel
 from lessons.l21_multi_lora.lab import together as record
 from lessons.l21_multi_lora.lab.testing import DEVICE, linears_of, random_adapter, tiny_model
 from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
@@ -72,10 +73,9 @@ def proved(outs, *others):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_each_slice_gets_its_own_adapters(dtype, seed, proof):
     """Other ranks in each slice, outputs that end within a tile, rows without an adapter."""
-    errors = proved(*problem(dtype, seed=seed))
-    for kernel in (kernels.shrink_slices_kernel, kernels.expand_slices_kernel):
-        for each in errors:
-            proof.record(kernel, each)
+    for errors in proved(*problem(dtype, seed=seed)):
+        proof.record(shrink_slices_kernel, errors)
+        proof.record(expand_slices_kernel, errors)
 
 
 @pytest.mark.parametrize("outputs", [(19, 35), (16,)])

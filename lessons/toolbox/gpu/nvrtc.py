@@ -63,15 +63,23 @@ def translated(source: str, file: str, chip: int, form: str, option: str) -> tup
     program = done(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     options = [f"--gpu-architecture={architecture(chip)}", "--std=c++17", option]
     done(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
-    code = b" " * done(getattr(nvrtc, f"nvrtcGet{form}Size")(program))
+    size = done(getattr(nvrtc, f"nvrtcGet{form}Size")(program))
+    code = room_for(size)
     done(getattr(nvrtc, f"nvrtcGet{form}")(program, code))
-    return code, log_of(nvrtc, program)
+    return code[:size], log_of(nvrtc, program)
+
+
+def room_for(size: int) -> bytes:
+    """Bytes that NVRTC may write into. Two more than it wants, because Python has each single byte
+    once: an empty log, of one byte, would be written into every b" " of the process.
+    """
+    return bytes(size + 2)
 
 
 def log_of(nvrtc, program) -> str:
     """What the compiler has said."""
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = room_for(size)
     nvrtc.nvrtcGetProgramLog(program, log)
     return log.rstrip(b"\0 ").decode()
 
