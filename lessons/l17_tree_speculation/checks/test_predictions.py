@@ -96,7 +96,7 @@ def test_what_the_texts_say_about_the_time_of_a_batch():
 
 
 def test_the_excerpts_of_the_readme_are_the_code():
-    names = ("naive.py", "kernel.py", "runner.py", "heads/heads.py")
+    names = ("naive.py", "trees/kernel.py", "runner.py", "heads/heads.py")
     code = "".join((ROOM / name).read_text(encoding="utf-8") for name in names)
     for excerpt in README.split("```python\n")[1:]:
         assert excerpt.split("```")[0] in code
