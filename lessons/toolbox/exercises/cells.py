@@ -75,7 +75,7 @@ def save(entry: Exercise, cell: Cell, folder: Path) -> Path | None:
     was.
     """
     path, wanted = folder / entry.file, names_of(entry)
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = _text(path)
     if lacking := [name for name in wanted if name not in cell.definitions]:
         raise ExerciseError(f"this cell lacks `{lacking[0]}` of exercise {entry.id}; not saved")
     others = [e for e in all_exercises(entry.lesson) if e.file == entry.file and e.id != entry.id]
@@ -94,6 +94,11 @@ def save(entry: Exercise, cell: Cell, folder: Path) -> Path | None:
     beside.write_text(new, encoding="utf-8")
     beside.replace(path)  # whole or not at all
     return kept
+
+
+def _text(path: Path) -> str:
+    """A learner's file; bytes that are no text become replacement characters, not a traceback."""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _merged(text: str, nodes: list[ast.stmt], cell: Cell, wanted: list[str]) -> str:
@@ -152,11 +157,11 @@ def run_cell(which: str, code: str, namespace: dict) -> None:
         if not untouched_line(code, entry.id):
             if kept := save(entry, cell, EXERCISES):
                 print(f"saved in exercises/{entry.file}; before: {kept.relative_to(ROOT)}")
-        elif untouched_line(path.read_text(encoding="utf-8", errors="replace"), entry.id):
+        elif untouched_line(_text(path), entry.id):
             print(f"TODO {entry.id}: write your code in this cell, and run it")
         else:
             print(f"this cell is the stub, so exercises/{entry.file} is checked as it is")
-        is_solved = not untouched_line(path.read_text(encoding="utf-8"), entry.id)
+        is_solved = not untouched_line(_text(path), entry.id)
         if is_solved:
             run_checks(entry.id, again="run this cell; three hints are in the folds above it")
             sys.modules.pop(f"exercises.{path.stem}", None)  # what was loaded before this cell

@@ -5,6 +5,7 @@ solutions/.
                                                        the stub
 """
 
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,10 +47,7 @@ def statements(lesson: str) -> Iterator[tuple[Exercise, str]]:
 
 
 def _from_notebooks(readme: Path, link: str) -> str:
-    parts: list[str] = ["lessons", readme.parent.name]
-    for part in link.split("/"):
-        parts = parts[:-1] if part == ".." else [*parts, part]
-    return "../" + "/".join(parts)
+    return posixpath.normpath(f"../lessons/{readme.parent.name}/{link}")
 
 
 def code_of(entry: Exercise) -> str:
