@@ -50,8 +50,13 @@ def new_router(service: Service) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """Whether it takes requests. A server that drains does not."""
-        return Response(status_code=200 if engine.is_ready else 503)
+        """Whether it takes requests. A server that drains does not. One with --kv-transfer-config
+        says where it takes K and V.
+        """
+        status = 200 if engine.is_ready else 503
+        if engine.info.kv_transfer is None:
+            return Response(status_code=status)
+        return JSONResponse({"kv_transfer": engine.info.kv_transfer}, status)
 
     @router.get("/version")
     async def version() -> dict[str, str]:
