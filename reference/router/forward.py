@@ -220,7 +220,11 @@ class Forwarded(Watched):
         request = None if self.prefill is None else object_in(self.sent.body)
         if request is None or not self.prefill.is_worth(self.sent.target, request):
             return self.sent
-        body = await self.prefill.sent(self.prompt, request, self.sent, replica)
+        replica.in_flight += 1  # now, or those that follow would choose the same one
+        try:
+            body = await self.prefill.sent(self.prompt, request, self.sent, replica)
+        finally:
+            replica.in_flight -= 1
         return self.sent if body is None else replace(self.sent, body=body)
 
     async def try_one(self, replica: Replica, sent: Sent, send: Send) -> None:

@@ -41,7 +41,9 @@ async def servers(connector: str):
         lines = [started.stdout.readline().split() for _ in ROLES]
         urls = {f"http://127.0.0.1:{port}": int(pid) for pid, port in lines}
         first, *others = urls
-        args = RouterArgs(others, prefill=[first], health_interval=0.2, policy="least")
+        args = RouterArgs(
+            others, prefill=[first], health_interval=0.2, policy="least", send_from=50
+        )
         async with cluster_of(args) as router:
             await until(lambda: all(those.num_ready == len(those.all) for those in ready(router)))
             yield router, urls[first], {url: urls[url] for url in others}
@@ -87,7 +89,7 @@ async def hits(url: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-@pytest.mark.sample(1, of="processes")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("connector", ["SharedMemoryConnector", "TcpConnector"])
 async def test_prompts_and_answers_apart_and_each_killed(connector):
     greedy, drawn = dict(temperature=0), dict(temperature=0.8, seed=11)

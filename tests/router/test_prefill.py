@@ -155,6 +155,15 @@ async def test_a_decode_replica_that_dies_after_the_transfer():
         assert prefills(router, first) == dict(sent=2)
 
 
+async def test_who_waits_for_a_prefill_counts_where_it_will_go():
+    async with apart([fakes.waits], policy="least") as (router, [first], _):
+        asked = [asyncio.ensure_future(ask(router, LONG + str(n))) for n in range(4)]
+        await until(lambda: len(first.seen) == 4)
+        assert router.in_flight == [2, 2]
+        first.go_on.set()
+        await asyncio.gather(*asked)
+
+
 async def test_a_client_that_leaves_while_the_prompt_is_computed():
     async with apart([fakes.waits]) as (router, [first], seconds):
         asked = asyncio.ensure_future(ask(router))
