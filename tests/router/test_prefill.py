@@ -16,6 +16,7 @@ from reference.router.metrics import Metrics
 from reference.router.prefill import Prefill, prompt_tokens
 from tests.router import fakes
 from tests.router.fakes import Fake, cluster_of, until, whole
+from tests.server.paths import REPOSITORY
 
 LONG = "word " * 400
 SEEN = dict(do_remote_prefill=True, remote_block_ids=[4, 5])
@@ -220,3 +221,11 @@ def test_arguments_that_cannot_work(flags, said):
     with pytest.raises(ValueError, match="got") as refused:
         read_args(["--replicas", "http://a:1", *flags])
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_numbers_of_the_lesson():
+    """Lesson 26's MORE.md: 100 Gb/s and 10 ms, and 25 Gb/s."""
+    text = (REPOSITORY / "lessons/l26_kv_transfer/MORE.md").read_text(encoding="utf-8")
+    least = least_worth_sending(token_of("llama-3-8b"), LINKS["100 Gb/s"], 0.01)
+    assert f"For Llama-3-8B, 100 Gb/s and 10 ms these are {least:.0f} tokens." in text
+    assert least_worth_sending(token_of("llama-3-8b"), LINKS["25 Gb/s"], 0.0) == math.inf
