@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from lessons.l13_prefix_caching.cache import CachingBlockManager
-from lessons.l26_kv_transfer import transfer, wire
-from lessons.l26_kv_transfer.handover import TransferBlockManager
 from lessons.l26_kv_transfer.tiers import HostTier
-from lessons.l26_kv_transfer.transfer import ReadFirst
-from lessons.l26_kv_transfer.wire import COUNT, HELLO, MAGIC, ROWS, Address, digest, shared_address
 from reference import EngineArgs, SamplingParams
-from reference.features import transfer as features
-from reference.features.transfer import Transfers
+from reference.features.kv_transfer import links, listener, wire
+from reference.features.kv_transfer import transfers as features
+from reference.features.kv_transfer.connector import ReadFirst
+from reference.features.kv_transfer.handover import TransferBlockManager
+from reference.features.kv_transfer.transfers import Transfers
+from reference.features.kv_transfer.wire import (
+    COUNT,
+    HELLO,
+    MAGIC,
+    ROWS,
+    Address,
+    digest,
+    shared_address,
+)
 from tests.engine_cases import CONFIG, new_model
 from tests.transfer_cases import (
     BLOCK,
@@ -88,12 +96,12 @@ def test_blocks_arrive_as_they_are(inbox):
 def test_what_the_consumer_has_is_not_sent(inbox):
     inbox.blocks[key(1)] = block(1)
     link, _ = link_to(inbox.address)
-    sent, exchange = [], transfer.send_batch
+    sent, exchange = [], links.send_batch
     assert send(link, [0, 1, 2])[0] == [0, 1, 2]
     send_row = link.wire.send
     link.wire.send = lambda row, *rest: (sent.append(row), send_row(row, *rest))
     assert send(link, [2, 3, 1])[0] == [1, 2, 3] and sent == [0]
-    assert exchange is transfer.send_batch and inbox.numbers == [0, 1, 2, 3]
+    assert exchange is links.send_batch and inbox.numbers == [0, 1, 2, 3]
     link.close()
 
 
@@ -328,7 +336,7 @@ def test_planted_bugs_are_found(pair, alone, monkeypatch):
             with pytest.raises(AssertionError):
                 test(*arguments)
 
-    everything = dict(digest_in_transfer=lambda key, data: None, take_in_tcp=believed)
+    everything = dict(digest_in_listener=lambda key, data: None, take_in_tcp=believed)
     is_found(test_two_engines_give_the_tokens_of_one, pair, alone, **everything)
     unheld = dict(released_in_transfers=lambda self, touched: touched)
     is_found(test_two_engines_give_the_tokens_of_one, pair, alone, **unheld)
@@ -343,7 +351,7 @@ def test_planted_bugs_are_found(pair, alone, monkeypatch):
 
 
 PLACES = {
-    "transfer": transfer,
+    "listener": listener,
     "tcp": wire.TcpWire,
     "shared": wire.SharedWire,
     "transfers": Transfers,

@@ -11,10 +11,11 @@ from multiprocessing import get_context
 
 import torch
 
-from lessons.l26_kv_transfer.transfer import Link, Listener, Sending
-from lessons.l26_kv_transfer.wire import COUNT, HELLO, MAGIC, Address, digest, receive
 from reference import EngineArgs, SamplingParams
 from reference.engine.assembly import engine_over
+from reference.features.kv_transfer.links import Link, Sending
+from reference.features.kv_transfer.listener import Listener
+from reference.features.kv_transfer.wire import COUNT, HELLO, MAGIC, Address, digest, receive
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model
 
 BLOCK = 4

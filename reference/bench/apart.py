@@ -141,8 +141,11 @@ async def measure(url: str, args, requests: list, tick) -> list[dict]:
 
     found = []
     async with new_client(url) as client:
-        backend = OpenAI(client, Path(args.model).name, ignore_eos=True, temperature=0)
-        await run_load(requests[-WARM:], None, backend)
+        models = (await client.get("/v1/models")).json()
+        backend = OpenAI(client, models["data"][0]["id"], ignore_eos=True, temperature=0)
+        warm = await run_load(requests[-WARM:], None, backend)
+        if why_not := [served.why_not for served in warm.history if served.why_not]:
+            raise RuntimeError(f"{len(why_not)} of {WARM} requests failed: {why_not[0]}")
         for rate in args.rates:
             before = sent_in((await client.get("/metrics")).text)
             arrivals = arrivals_of(rate, 1.0, len(requests), args.seed)

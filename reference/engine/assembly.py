@@ -130,7 +130,7 @@ def engine_on(
 
         blocks = tiered_blocks(args, runner, others)
     elif args.kv_transfer_config is not None:
-        from reference.features.transfer import transfer_blocks
+        from reference.features.kv_transfer.transfers import transfer_blocks
 
         blocks = transfer_blocks(args, runner, others)
     else:
@@ -144,7 +144,7 @@ def engine_on(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )
     if args.kv_transfer_config is not None:
-        from reference.features.transfer import Transfers
+        from reference.features.kv_transfer.transfers import Transfers
 
         engine.transfers = Transfers(engine, args.kv_transfer_config)
     if args.scheduling_policy == "fair":
@@ -251,7 +251,7 @@ def new_scheduler(
 
         limits |= dict(host=elsewhere(blocks))
     elif args.kv_transfer_config is not None:
-        from reference.features.transfer import transfer_host
+        from reference.features.kv_transfer.transfers import transfer_host
 
         limits |= dict(host=transfer_host(blocks))
     if proposer is None:

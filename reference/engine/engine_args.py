@@ -18,7 +18,7 @@ from lessons.toolbox.model.arguments import (
 )
 
 if TYPE_CHECKING:
-    from reference.features.transfer_config import KVTransferConfig
+    from reference.features.kv_transfer.config import KVTransferConfig
     from reference.speculation.speculative_config import SpeculativeConfig
 
 # lesson 19's, named here so that a cache of plain numbers does not import it
@@ -68,7 +68,7 @@ class EngineArgs:
     again by the prefix cache; None: none. kv_offloading_folder: where they go from there, a folder
     or what fsspec reaches, kv_offloading_folder_size GiB of it; engines of one model may share it.
     kv_transfer_config: how blocks are sent to other engines, or come from them, a dict of vLLM's
-    keys: reference.features.transfer_config; None: they stay.
+    keys: reference.features.kv_transfer.config; None: they stay.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
@@ -226,7 +226,7 @@ class EngineArgs:
             self.kv_offloading_size is self.kv_offloading_folder is self.kv_transfer_config is None
         )
         if not stays or self.kv_offloading_folder_size != 16.0:
-            from reference.features.transfer_config import check_elsewhere
+            from reference.features.kv_transfer.config import check_elsewhere
 
             check_elsewhere(self)
         if not (self.batch_invariant or method):
@@ -256,6 +256,7 @@ class EngineArgs:
         return cls(**arguments)
 
     def require(self, name: str, fits: bool, accepted: str) -> None:
+        """Raise the ValueError of an argument that does not fit."""
         if not fits:
             refuse(name, getattr(self, name), accepted)
 

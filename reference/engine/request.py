@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # what only some requests have is imported where they ask for
     from lessons.l21_multi_lora.peft.adapters import Adapter
     from lessons.l21_multi_lora.slots import LoRARequest
     from lessons.l22_serving.fair import Ticket
-    from lessons.l26_kv_transfer.handover import Departure
     from reference.engine.model_runner import ModelRunner
     from reference.features.bans import Bans
+    from reference.features.kv_transfer.handover import Departure
     from reference.features.structured import Constraint
     from reference.vision.prompt import Placed
     from reference.vision.sight import Sight
@@ -230,7 +230,7 @@ def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def asked(request: EngineRequest, runner: ModelRunner) -> dict:
-    """Fields of a sequence that few requests ask for: how the cache knows its tokens, logit_bias."""
+    """Fields of a sequence that few requests ask for: names of its tokens, logit_bias."""
     names = names_of(request, runner.sight)
     return names | {"bias": bias_of(request.params, runner.model.device)}
 

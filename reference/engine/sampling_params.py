@@ -145,7 +145,7 @@ class SamplingParams:
             "kv_transfer_params"
         }
         self._require("extra_args", is_known, 'None, or {"kv_transfer_params": …}')
-        from reference.features.transfer_config import read_params  # here: few requests have any
+        from reference.features.kv_transfer.config import read_params  # here: few requests have any
 
         params = read_params(self.extra_args.get("kv_transfer_params"))
         found = None if params is None else {"kv_transfer_params": params}

@@ -1,4 +1,4 @@
-"""Replicas as processes: python -m tests.router.apart PORT:ROLE:CONNECTOR … starts a server for each.
+"""Replicas as processes: python -m tests.router.apart PORT:ROLE:CONNECTOR … starts one for each.
 
 They are forked from a process that has read the model already, as in three.py. Each is announced by
 a line "pid port". The steps of a producer take PAUSE_S longer, so that it can be killed while a

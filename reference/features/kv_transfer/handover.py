@@ -17,8 +17,8 @@ from lessons.l14_continuous_batching.sequence import Sequence
 from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.connector import Job
 from lessons.l26_kv_transfer.tiers import Key
-from lessons.l26_kv_transfer.transfer import Sending
-from lessons.l26_kv_transfer.wire import Address
+from reference.features.kv_transfer.connector import Sending
+from reference.features.kv_transfer.wire import Address
 
 
 @dataclass(eq=False)

@@ -14,15 +14,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l26_kv_transfer.handover import Departure, TransferBlockManager, TransferHost
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import HostTier
-from lessons.l26_kv_transfer.transfer import ReadFirst, TransferConnector
-from lessons.l26_kv_transfer.wire import Address, shared_address
 from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
+from reference.features.kv_transfer.config import PARAMS, KVTransferConfig, read_params
+from reference.features.kv_transfer.connector import ReadFirst, TransferConnector
+from reference.features.kv_transfer.handover import Departure, TransferBlockManager, TransferHost
+from reference.features.kv_transfer.wire import Address, shared_address
 from reference.features.offload import format_of, salt_of
-from reference.features.transfer_config import PARAMS, KVTransferConfig, read_params
 
 if TYPE_CHECKING:
     from lessons.l03_kv_cache.cache import KVPool
