@@ -10,6 +10,7 @@ the model without any engine. All in float64, where two orders of a sum differ b
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -157,6 +158,13 @@ ARGUMENTS = {
         kv_offloading_size=0.001,
         kv_offloading_folder="memory://kv",  # of all engines of this process
     ),
+    "transfer": dict(
+        num_gpu_blocks_override=11,
+        enable_prefix_caching=True,
+        kv_transfer_config=dict(  # with itself
+            kv_connector="TcpConnector", kv_role="kv_both", kv_port=0, kv_buffer_size=1e6
+        ),
+    ),
     "swap": dict(num_gpu_blocks_override=11, preemption_mode="swap"),
     "async": dict(async_scheduling=True),
     "chunked prefill": dict(enable_chunked_prefill=True, max_num_batched_tokens=16),
@@ -303,11 +311,20 @@ def params_of(features) -> SamplingParams:
     return SamplingParams(**common, ignore_eos=True)
 
 
+def sent_to(engine, params: SamplingParams) -> SamplingParams:
+    """These, for requests whose K and V are sent to an engine; which has none of them already."""
+    engine.scheduler.blocks.connector.known = lambda key: False
+    place = {name: engine.transfers.about[name] for name in ("remote_host", "remote_port")}
+    return replace(params, extra_args={"kv_transfer_params": {"do_remote_decode": True} | place})
+
+
 def serve(engine, features) -> list[list[list[int]]]:
     """All four requests at once, with a prefix cache the first one a step before the others: the
     answers to each. Nothing may be left taken after them.
     """
-    prompts, lora = prompts_of(features), None
+    prompts, lora, params = prompts_of(features), None, params_of(features)
+    if "transfer" in features:
+        params = sent_to(engine, params)
     if "LoRA" in features:
         lora, _ = adapter_of(family_of(features))
     for each in engine.engines:
@@ -327,9 +344,7 @@ def serve(engine, features) -> list[list[list[int]]]:
     else:
         outputs, steps = {}, 0
         for at, prompt in enumerate(prompts):
-            engine.add_request(
-                str(at), prompt, params_of(features), lora_request=lora if at != 2 else None
-            )
+            engine.add_request(str(at), prompt, params, lora_request=lora if at != 2 else None)
             if at == 0 and "prefix cache" in features:
                 outputs |= {out.request_id: out for out in engine.step()}
         while engine.has_unfinished_requests:
@@ -385,6 +400,10 @@ def check(features: frozenset, is_third: bool = False) -> None:
     engine = engine_of(features, is_third)
     try:
         got = serve(engine, features)
+        if "transfer" in features and "beams" not in features:
+            connector = engine.scheduler.blocks.connector
+            assert connector.received_blocks, "no block has travelled"
+            assert not connector.faults, connector.faults
         if "offloading" in features and "beams" not in features:
             connector = engine.scheduler.blocks.connector
             assert connector.saved_blocks or connector.loaded_blocks, "no block has travelled"

@@ -58,6 +58,7 @@ TAKES = {
         kv_offloading_size=(None, 1.5),
         kv_offloading_folder=(None,),
         kv_offloading_folder_size=(1.5,),
+        kv_transfer_config=(None,),
         enable_prefix_caching=(True,),
         enable_chunked_prefill=(True,),
         async_scheduling=(True,),
@@ -96,6 +97,7 @@ TAKES = {
         skip_special_tokens=(True,),
         structured_outputs=(None,),
         guided_decoding=(None,),
+        extra_args=(None,),
     ),
 }
 

@@ -24,7 +24,7 @@ from lessons.l21_multi_lora.layers import adapter_layers, merged
 from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.toolbox.measure.device import has_triton
 from reference import EngineArgs, LoRARequest, SamplingParams
-from reference.engine import engine as engine_module
+from reference.engine import request as request_module
 from reference.engine.assembly import engine_over
 from reference.features.decode_graphs import DecodeGraphs
 from reference.features.lora import at_most
@@ -188,7 +188,7 @@ def test_blocks_are_shared_with_the_same_adapter_only(model, prompts, requests, 
 
 
 def test_a_cache_that_confuses_adapters_is_seen(model, prompts, requests, expected, monkeypatch):
-    monkeypatch.setattr(engine_module, "names_of", lambda *given: {})
+    monkeypatch.setattr(request_module, "names_of", lambda *given: {})
     engine = new_engine(model, max_loras=3)
     serve(engine, prompts, requests)
     assert serve(engine, prompts, requests)[0] != expected

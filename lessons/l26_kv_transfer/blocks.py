@@ -67,16 +67,25 @@ class TieredBlockManager(CachingBlockManager):
 
     def remember(self, sequence: int, tokens: list[int]) -> None:
         super().remember(sequence, tokens)
-        if sequence not in self.salts:
-            return  # it was never announced: a beam's, which lives for one search
+        if (
+            sequence in self.salts
+        ):  # else it was never announced: a beam's, which lives for a search
+            self.save(sequence, tokens)
+
+    def save(self, sequence: int, tokens: list[int]) -> None:
+        """Begin to save the full blocks that the connector was not told of."""
         told = self.saved[sequence]
         start, end = len(told), len(tokens) // self.block_size
         last = told[-1] if told else self.salts[sequence]
         told += self.keys(sequence, tokens, start, end, last)
-        job = self.connector.start_save(told[start:], self.tables[sequence][start:end])
+        job = self.start_save(sequence, told[start:], self.tables[sequence][start:end])
         if job is not None:
             self.hold(job, [], [])
             self.pool.share(job.blocks)
+
+    def start_save(self, sequence: int, keys: list[Key], blocks: list[int]) -> Job | None:
+        """Begin to copy these blocks of a sequence; None: nothing has to be copied."""
+        return self.connector.start_save(keys, blocks)
 
     def fork(self, parent: int, child: int) -> None:
         super().fork(parent, child)

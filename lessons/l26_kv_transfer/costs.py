@@ -10,6 +10,7 @@ ways are the lower edge of these lines.
 Source of the idea: Gray and Putzolu 1987, The 5 Minute Rule for Trading Memory for Disc Accesses.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,6 +100,18 @@ def token_of(
     shape = find_model(model) if isinstance(model, str) else model
     cost = StepCost(shape, chip, efficiency=efficiency)
     return Token(kv_bytes_per_token(shape, bits), cost.recompute_s(context) / context)
+
+
+def least_worth_sending(token: Token, bytes_per_s: float, fixed_s: float) -> float:
+    """From how many tokens on a prompt is worth computing on another GPU than its answer. The GPU
+    that decodes is spared n · compute_s; the answer waits for n tokens on the link, and fixed_s
+    seconds for the second request. infinity: the link is slower than computing.
+    """
+    check(bytes_per_s=bytes_per_s)
+    if not is_number(fixed_s, 0):
+        refuse("fixed_s", fixed_s, "seconds, 0 or more")
+    spared_s = token.compute_s - token.move_s(bytes_per_s)
+    return fixed_s / spared_s if spared_s > 0 else math.inf
 
 
 # ---------------------------------------------------------------- dollars over the pause

@@ -125,12 +125,16 @@ def engine_on(
     a step. tree: the shape of its drafts; None: chains.
     """
     others = [] if proposer is None else proposer.pools
-    if args.kv_offloading_size is None:
-        blocks = new_blocks(args, runner.pool.num_blocks)
-    else:
+    if args.kv_offloading_size is not None:
         from reference.features.offload import tiered_blocks
 
         blocks = tiered_blocks(args, runner, others)
+    elif args.kv_transfer_config is not None:
+        from reference.features.kv_transfer.transfers import transfer_blocks
+
+        blocks = transfer_blocks(args, runner, others)
+    else:
+        blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
@@ -139,6 +143,10 @@ def engine_on(
     engine = Engine(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )
+    if args.kv_transfer_config is not None:
+        from reference.features.kv_transfer.transfers import Transfers
+
+        engine.transfers = Transfers(engine, args.kv_transfer_config)
     if args.scheduling_policy == "fair":
         from lessons.l22_serving.fair import FairQueue
 
@@ -242,6 +250,10 @@ def new_scheduler(
         from reference.features.offload import elsewhere
 
         limits |= dict(host=elsewhere(blocks))
+    elif args.kv_transfer_config is not None:
+        from reference.features.kv_transfer.transfers import transfer_host
+
+        limits |= dict(host=transfer_host(blocks))
     if proposer is None:
         return ChunkedScheduler(blocks, **limits)
     from reference.speculation.by_load import chooser_of

@@ -260,12 +260,13 @@ class AsyncLLMEngine(AsyncEngine, Generates):
 @dataclass(frozen=True)
 class EngineInfo:
     """What a server tells of a model. dtype: as PyTorch names it, without "torch."; None if the
-    model lies in workers, which alone know it.
+    model lies in workers, which alone know it. kv_transfer: where it takes K and V; None: nowhere.
     """
 
     max_model_len: int
     dtype: str | None
     device_type: str
+    kv_transfer: dict | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineInfo":
@@ -273,7 +274,8 @@ class EngineInfo:
         model = engine.runner.model
         dtype = getattr(model, "dtype", None)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        return cls(engine.max_model_len, name, model.device.type)
+        about = engine.engines[0].transfers.about
+        return cls(engine.max_model_len, name, model.device.type, about)
 
 
 def check_timeout(timeout_s: float | None) -> None:

@@ -25,7 +25,7 @@ from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
 from lessons.toolbox.model.placement import launching_on
 from reference.engine.model_runner import ModelRunner
 from reference.engine.outputs import RequestOutput
-from reference.engine.request import EngineRequest, EngineSequence, bias_of, names_of, sampled_rows
+from reference.engine.request import EngineRequest, EngineSequence, StaysHere, asked, sampled_rows
 from reference.engine.sampler import Sampler
 from reference.engine.sampling_params import SamplingParams
 from reference.engine.text import Prompts, new_detokenizer
@@ -62,6 +62,7 @@ class Engine:
         self.sampler = Sampler() if speculation is None else speculation.verify
         self.requests: dict[str, EngineRequest] = {}
         self.fair: FairQueue | None = None  # whose turn it is, where users take turns
+        self.transfers = StaysHere()
         self.under_way: list[EngineSequence] = []  # launched and not told, if a step is ahead
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
         self.device = runner.model.device
@@ -120,6 +121,7 @@ class Engine:
         request = EngineRequest(request_id, text, ids, params, lora_request, adapter, pictures)
         request.user = user
         try:
+            self.transfers.begin(request)
             request.sequences = self.new_sequences(request, priority)
             if self.fair is not None:
                 request.ticket = self.fair.arrive(user, request.most_tokens)
@@ -150,7 +152,7 @@ class Engine:
                 EngineSequence(
                     row=next(self.ids),
                     prompt=request.prompt_token_ids,
-                    **names_of(request, self.runner.sight),
+                    **asked(request, self.runner),
                     max_new_tokens=limit,
                     sampling=row,
                     stop_token_ids=stops,
@@ -161,7 +163,6 @@ class Engine:
                     pictures=request.pictures,
                     index=index,
                     priority=priority,
-                    bias=bias_of(params, self.runner.model.device),
                     bans=bans,
                     detokenizer=new_detokenizer(self.tokenizer, request.prompt_token_ids, params),
                     constraint=constraint,
@@ -231,15 +232,15 @@ class Engine:
         sequences = self.under_way + [chunk.sequence for chunk in step.chunks]
         if not sequences:
             self.scheduler.host.wait()
-            return []
         self.note_scheduled(step)
         try:
             with launching_on(self.device):
-                touched = self.run(step)
+                touched = self.run(step) if sequences else []
         except BaseException:
             for request in {sequence.request for sequence in sequences}:
                 self.abort_request(request.request_id)
             raise
+        touched = self.transfers.released(touched)
         for request in touched:
             if request.finished:
                 del self.requests[request.request_id]

@@ -18,6 +18,7 @@ from lessons.toolbox.model.arguments import (
 )
 
 if TYPE_CHECKING:
+    from reference.features.kv_transfer.config import KVTransferConfig
     from reference.speculation.speculative_config import SpeculativeConfig
 
 # lesson 19's, named here so that a cache of plain numbers does not import it
@@ -66,6 +67,8 @@ class EngineArgs:
     memory. kv_offloading_size: GiB of host memory for blocks that the pool has no room for, found
     again by the prefix cache; None: none. kv_offloading_folder: where they go from there, a folder
     or what fsspec reaches, kv_offloading_folder_size GiB of it; engines of one model may share it.
+    kv_transfer_config: how blocks are sent to other engines, or come from them, a dict of vLLM's
+    keys: reference.features.kv_transfer.config; None: they stay.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
@@ -105,6 +108,7 @@ class EngineArgs:
     kv_offloading_size: float | None = None
     kv_offloading_folder: str | None = None
     kv_offloading_folder_size: float = 16.0
+    kv_transfer_config: "KVTransferConfig | dict | str | None" = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
@@ -147,33 +151,33 @@ class EngineArgs:
         )
         for name in switches:
             check_kind(bool, "True or False", **{name: getattr(self, name)})
-        self._require("max_lora_rank", self.max_lora_rank <= 512, "1 to 512")
+        self.require("max_lora_rank", self.max_lora_rank <= 512, "1 to 512")
         is_enough = self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras
-        self._require("max_cpu_loras", is_enough, f"None, or max_loras ({self.max_loras}) or more")
-        self._require("block_size", self.block_size <= 256, "1 to 256")
+        self.require("max_cpu_loras", is_enough, f"None, or max_loras ({self.max_loras}) or more")
+        self.require("block_size", self.block_size <= 256, "1 to 256")
         memory = self.kv_cache_memory_bytes
         is_memory = memory is None or is_whole(memory, high=2**63 - 1)
-        self._require("kv_cache_memory_bytes", is_memory, "None, or a whole number, 1 or more")
+        self.require("kv_cache_memory_bytes", is_memory, "None, or a whole number, 1 or more")
         share = self.gpu_memory_utilization
         is_share = is_number(share, 0, 1) and share > 0
-        self._require("gpu_memory_utilization", is_share, "above 0, at most 1")
-        self._require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
+        self.require("gpu_memory_utilization", is_share, "above 0, at most 1")
+        self.require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
         is_seed = self.seed is None or is_whole(self.seed, 0, 2**63 - 1)
-        self._require("seed", is_seed, "None, or an integer with 0 <= seed < 2**63")
+        self.require("seed", is_seed, "None, or an integer with 0 <= seed < 2**63")
         dtype = str(self.dtype).removeprefix("torch.")
-        self._require("dtype", dtype in DTYPES, ", ".join(DTYPES))
+        self.require("dtype", dtype in DTYPES, ", ".join(DTYPES))
         self.dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
         dtype = self.kv_cache_dtype
         self.kv_cache_dtype = LONGER_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
         for name, values in CHOICES.items():
-            self._require(name, getattr(self, name) in values, " or ".join(values))
+            self.require(name, getattr(self, name) in values, " or ".join(values))
         if self.quantization is not None:
             from reference.weights.quantization import check_method  # here: it imports lesson 18
 
             check_method(self.quantization)
         self.limit_mm_per_prompt = read_picture_limit(self.limit_mm_per_prompt)
         is_size = is_number(self.mm_processor_cache_gb, 0)
-        self._require("mm_processor_cache_gb", is_size, "a finite number of GiB")
+        self.require("mm_processor_cache_gb", is_size, "a finite number of GiB")
         if self.speculative_config is not None:
             from reference.speculation.speculative_config import SpeculativeConfig
 
@@ -185,7 +189,7 @@ class EngineArgs:
             self.max_num_batched_tokens = max(2048, least)
         wanted = "a token" if self.rows_each == 1 else f"{self.rows_each} tokens"
         accepted = f"{least} or more, {wanted} for each of max_num_seqs"
-        self._require("max_num_batched_tokens", self.max_num_batched_tokens >= least, accepted)
+        self.require("max_num_batched_tokens", self.max_num_batched_tokens >= least, accepted)
 
     @property
     def rows_each(self) -> int:
@@ -209,34 +213,23 @@ class EngineArgs:
     def _check_workers(self) -> None:
         """What the model's processes cannot do yet."""
         backend = self.distributed_executor_backend
-        self._require(
+        self.require(
             "distributed_executor_backend",
             backend is None or backend in BACKENDS,
             f"None, {', '.join(BACKENDS)}",
         )
 
-    def _check_offloading(self) -> None:
-        """Where blocks go that the pool has no room for."""
-        size, folder = self.kv_offloading_size, self.kv_offloading_folder
-        is_size = size is None or is_number(size, 0)
-        self._require("kv_offloading_size", is_size, "None, or a finite number of GiB")
-        is_folder = folder is None or (isinstance(folder, str) and folder != "")
-        self._require("kv_offloading_folder", is_folder, "None, or a folder's name")
-        is_size = is_number(self.kv_offloading_folder_size, 0)
-        self._require("kv_offloading_folder_size", is_size, "a finite number of GiB")
-        if size is None:
-            accepted = "None without kv_offloading_size, the host memory that blocks pass through"
-            self._require("kv_offloading_folder", folder is None, accepted)
-            return
-        accepted = "None with enable_prefix_caching=False, because it finds blocks again"
-        self._require("kv_offloading_size", self.enable_prefix_caching, accepted)
-
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
-        self._check_offloading()
         method = None if self.speculative_config is None else self.speculative_config.method
-        offloads = self.kv_offloading_size is not None
-        if not (self.batch_invariant or method or offloads):
+        stays = (
+            self.kv_offloading_size is self.kv_offloading_folder is self.kv_transfer_config is None
+        )
+        if not stays or self.kv_offloading_folder_size != 16.0:
+            from reference.features.kv_transfer.config import check_elsewhere
+
+            check_elsewhere(self)
+        if not (self.batch_invariant or method):
             return
         from reference.features.composition import refuse_together  # here: few ask for these
 
@@ -251,10 +244,6 @@ class EngineArgs:
         together("async_scheduling", "async", method, "False with speculative_config")
         if method:
             together("speculative_config", method, workers, f"None {where}")
-        if offloads:
-            swap = "swap" if self.preemption_mode == "swap" else None
-            together("kv_offloading_size", "offloading", workers, f"None {where}")
-            together("kv_offloading_size", "offloading", swap, 'None with preemption_mode="swap"')
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":
@@ -266,7 +255,8 @@ class EngineArgs:
             arguments = from_older(with_speculative(arguments))
         return cls(**arguments)
 
-    def _require(self, name: str, fits: bool, accepted: str) -> None:
+    def require(self, name: str, fits: bool, accepted: str) -> None:
+        """Raise the ValueError of an argument that does not fit."""
         if not fits:
             refuse(name, getattr(self, name), accepted)
 

@@ -95,7 +95,9 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request as it stands. num_cached_tokens: of the prompt, found in the prefix cache."""
+    """A request as it stands. num_cached_tokens: of the prompt, found in the prefix cache.
+    kv_transfer_params: of one that is decoded elsewhere, what to tell that engine.
+    """
 
     request_id: str
     prompt: str | None
@@ -106,3 +108,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, repr=False)
     lora_request: LoRARequest | None = None
+    kv_transfer_params: dict | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lessons.l14_continuous_batching.sequence import Chunk, Sequence, Step
 from lessons.l15_chunked_prefill.preemption import by_arrival
+from lessons.toolbox.model.arguments import refuse
 from reference.engine.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from reference.engine.sampling_params import SamplingParams
 from reference.engine.text import Detokenizer
@@ -20,7 +21,9 @@ if TYPE_CHECKING:  # what only some requests have is imported where they ask for
     from lessons.l21_multi_lora.peft.adapters import Adapter
     from lessons.l21_multi_lora.slots import LoRARequest
     from lessons.l22_serving.fair import Ticket
+    from reference.engine.model_runner import ModelRunner
     from reference.features.bans import Bans
+    from reference.features.kv_transfer.handover import Departure
     from reference.features.structured import Constraint
     from reference.vision.prompt import Placed
     from reference.vision.sight import Sight
@@ -134,6 +137,8 @@ class EngineRequest:
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
+    departure: Departure | None = None  # of its K and V to another engine
+    kv_transfer_params: dict | None = None  # for the engine that goes on with it
 
     def __post_init__(self):
         if self.params.prompt_logprobs is not None:
@@ -180,7 +185,26 @@ class EngineRequest:
             self.num_cached_tokens,
             self.metrics,
             self.lora_request,
+            self.kv_transfer_params,
         )
+
+
+class StaysHere:
+    """What an engine asks of kv_transfer_params that sends K and V to no other one, and gets
+    none.
+    """
+
+    about = None
+
+    def begin(self, request: EngineRequest) -> None:
+        """A request has come. Raises ValueError if it asks for more."""
+        if request.params.extra_args:
+            accepted = "none, because kv_transfer_config is None"
+            refuse("kv_transfer_params", request.params.extra_args["kv_transfer_params"], accepted)
+
+    def released(self, touched: list[EngineRequest]) -> list[EngineRequest]:
+        """Who may be told that a token has come: all."""
+        return touched
 
 
 def reported(logprobs: list[Logprobs | None], params: SamplingParams):
@@ -203,6 +227,12 @@ def bias_of(params: SamplingParams, device: torch.device) -> tuple[Tensor, Tenso
         return None
     tokens, values = zip(*params.logit_bias.items())
     return torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+
+
+def asked(request: EngineRequest, runner: ModelRunner) -> dict:
+    """Fields of a sequence that few requests ask for: names of its tokens, logit_bias."""
+    names = names_of(request, runner.sight)
+    return names | {"bias": bias_of(request.params, runner.model.device)}
 
 
 def names_of(request: EngineRequest, sight: Sight | None) -> dict:

@@ -30,7 +30,8 @@ class SamplingParams:
 
     allowed_token_ids: no other token is sampled. bad_words: no answer completes one of these, as
     its tokens write it; where no other token is left, it gives way. structured_outputs: which
-    texts are answers; guided_decoding is its older name. A dict of the fields will do.
+    texts are answers; guided_decoding is its older name. A dict of the fields will do. extra_args:
+    {"kv_transfer_params": what becomes of its K and V between two engines}.
     """
 
     n: int = 1
@@ -60,6 +61,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | dict | None = None
     guided_decoding: StructuredOutputsParams | dict | None = None
+    extra_args: dict | None = None
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -97,6 +99,7 @@ class SamplingParams:
         self._check_bias()
         self._read_allowed()
         self._read_structured()
+        self._read_extra()
         # what a row is drawn by was checked by lesson 2
         RowParams(**{name: getattr(self, name) for name in DRAWN_BY})
 
@@ -134,6 +137,19 @@ class SamplingParams:
         )
         accepted = "False with structured_outputs, because a complete text has to end"
         self._require("ignore_eos", not (given and self.ignore_eos), accepted)
+
+    def _read_extra(self) -> None:
+        if self.extra_args is None:
+            return
+        is_known = isinstance(self.extra_args, dict) and self.extra_args.keys() <= {
+            "kv_transfer_params"
+        }
+        self._require("extra_args", is_known, 'None, or {"kv_transfer_params": …}')
+        from reference.features.kv_transfer.config import read_params  # here: few requests have any
+
+        params = read_params(self.extra_args.get("kv_transfer_params"))
+        found = None if params is None else {"kv_transfer_params": params}
+        object.__setattr__(self, "extra_args", found)
 
     @property
     def structure(self) -> StructuredOutputsParams | None:

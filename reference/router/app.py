@@ -10,6 +10,7 @@ from reference.router.args import RouterArgs
 from reference.router.forward import Forwarded, Sent
 from reference.router.metrics import Metrics
 from reference.router.policies import Prompt, prefix_of
+from reference.router.prefill import Prefill
 from reference.router.replicas import Replicas
 from reference.server.errors import ApiError, response_of
 from reference.server.limits import App, Limits
@@ -29,6 +30,7 @@ class Routing:
         self.replicas = Replicas(args, self.transport)
         self.metrics = Metrics()
         self.metrics.watch(self.replicas)
+        self.prefill = Prefill(args, self.transport, self.metrics) if args.prefill else None
         self.running: set[Forwarded] = set()
         self.is_draining = False
         self.own = {"/health": self.health, "/ready": self.ready, "/metrics": self.show_metrics}
@@ -64,7 +66,17 @@ class Routing:
         body = (await receive())["body"] if scope["method"] in WITH_BODY else b""
         address = scope["client"][0] if scope.get("client") else ""
         sent = Sent(scope["method"], target, scope["headers"], body, address)
-        return Forwarded(sent, Prompt(prefix_of(body)), self.replicas, self.metrics)
+        prompt = Prompt(prefix_of(body))
+        return Forwarded(sent, prompt, self.replicas, self.metrics, self.prefill)
+
+    async def start(self) -> None:
+        """Ask all replicas once, then go on asking. Call it in the event loop that serves."""
+        for those in self.all_replicas():
+            await those.start()
+
+    def all_replicas(self) -> list[Replicas]:
+        """Those that answer, and those that compute prompts for them."""
+        return [self.replicas] + ([] if self.prefill is None else [self.prefill.replicas])
 
     def health(self) -> Response:
         """The router lives, whatever the replicas do."""
@@ -94,7 +106,8 @@ class Routing:
 
     async def stop(self) -> None:
         """Ask no replica any longer, and close all connections to them."""
-        await self.replicas.stop()
+        for those in self.all_replicas():
+            await those.stop()
         await self.transport.aclose()
 
 

@@ -1,5 +1,7 @@
 """The router's arguments and its flags."""
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
@@ -7,6 +9,7 @@ from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import check_positive, check_whole, is_number, refuse
 
 POLICIES = ("prefix", "least", "round-robin")
+COSTS = ("kv_bytes", "compute_s", "bytes_per_s", "fixed_s")
 ACCEPTED_URL = "http://host:port, https://host:port, or dns://name:port for all addresses of a name"
 
 
@@ -25,6 +28,12 @@ class RouterArgs:
     request's headers and of its body, write_timeout of a write to a client that does not read,
     shutdown_timeout of what runs when the router is told to end. max_body_bytes: of a request. The
     router has no keys of its own: a client's key goes to the replica.
+
+    prefill: replicas that compute long prompts for the others and send them K and V; both sorts
+    have --kv-transfer-config. prefill_timeout: s, after which the prompt is computed where it is
+    decoded. send_from: tokens from which a prompt is sent; or send_costs, from which that number
+    follows, in JSON: {"kv_bytes": a token's, "compute_s": to compute it, "bytes_per_s": the link's,
+    "fixed_s": of the second request}; lesson 26's costs.py prints them for models and links.
     """
 
     replicas: list[str]
@@ -41,6 +50,10 @@ class RouterArgs:
     shutdown_timeout: float = 30.0
     max_body_bytes: int = 2**20
     limit_concurrency: int = 4096
+    prefill: list[str] = field(default_factory=list)
+    prefill_timeout: float = 60.0
+    send_from: float = 256.0
+    send_costs: dict[str, float] | str | None = None
     api_key: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self):
@@ -49,6 +62,12 @@ class RouterArgs:
         self.replicas = [check_url(url) for url in self.replicas]
         if len(set(self.replicas)) < len(self.replicas):
             refuse("replicas", self.replicas, "each address once")
+        self.prefill = [check_url(url) for url in self.prefill]
+        if len({*self.prefill, *self.replicas}) < len(self.prefill) + len(self.replicas):
+            refuse("prefill", self.prefill, "each address once, and none of replicas")
+        self.send_costs = read_costs(self.send_costs)
+        if not is_number(self.send_from, 0):
+            refuse("send_from", self.send_from, "a number of tokens, 0 or more")
         if self.policy not in POLICIES:
             refuse("policy", self.policy, ", ".join(POLICIES))
         if not is_number(self.balance, 1.0):
@@ -61,6 +80,22 @@ class RouterArgs:
         for each in fields(self):
             if each.name.endswith(("_timeout", "_interval")):
                 check_positive(**{each.name: getattr(self, each.name)})
+
+
+def read_costs(given: dict[str, float] | str | None) -> dict[str, float] | None:
+    """send_costs as an object. Raises ValueError."""
+    costs = given
+    if isinstance(given, str):
+        with suppress(ValueError):
+            costs = json.loads(given)
+    if costs is None:
+        return None
+    if not (isinstance(costs, dict) and sorted(costs) == sorted(COSTS)):
+        refuse("send_costs", given, f"an object of {', '.join(COSTS)}")
+    for name, value in costs.items():
+        if not (is_number(value, 0) and (value > 0 or name == "fixed_s")):
+            refuse(f"send_costs.{name}", value, "a number above 0")
+    return costs
 
 
 def check_url(url: str) -> str:
@@ -98,6 +133,11 @@ def read_args(arguments: list[str]) -> RouterArgs:
         flag = f"--{each.name.replace('_', '-')}"
         if each.name == "replicas":
             parser.add_argument(flag, nargs="+", required=True, metavar="URL", help=ACCEPTED_URL)
+        elif each.name == "prefill":
+            text = "those that compute long prompts for the others"
+            parser.add_argument(flag, nargs="+", default=[], metavar="URL", help=text)
+        elif each.name == "send_costs":
+            parser.add_argument(flag, metavar="JSON", help="from which --send-from follows")
         elif each.init:
             text = f"(default: {each.default})"
             parser.add_argument(flag, type=each.type, default=each.default, help=text)

@@ -9,13 +9,14 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 from starlette.responses import Response
 
 from reference.router.metrics import Metrics
-from reference.router.policies import Prompt
+from reference.router.policies import Prompt, object_in
+from reference.router.prefill import Prefill
 from reference.router.replicas import Replica, Replicas
 from reference.server.errors import ApiError, body_of, response_of
 from reference.server.streaming import Send, Watched, error_event, event
@@ -133,13 +134,21 @@ async def all_at_once(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 class Forwarded(Watched):
     """The answer to one request, from whichever replica can give it."""
 
-    def __init__(self, sent: Sent, prompt: Prompt, replicas: Replicas, metrics: Metrics):
+    def __init__(
+        self,
+        sent: Sent,
+        prompt: Prompt,
+        replicas: Replicas,
+        metrics: Metrics,
+        prefill: Prefill | None = None,
+    ):
         args = replicas.args
         super().__init__(args.write_timeout)
         self.sent = sent
         self.prompt = prompt
         self.replicas = replicas
         self.metrics = metrics
+        self.prefill = prefill
         self.timeout = httpx.Timeout(args.answer_timeout, connect=args.connect_timeout)
         self.work: asyncio.Task | None = None
         self.is_cut = False
@@ -189,7 +198,7 @@ class Forwarded(Watched):
             if at == 0:
                 self.metrics.count_prefix(self.replicas.is_home(self.prompt, replica))
             try:
-                await self.try_one(replica, send)
+                await self.try_one(replica, await self.prefilled(replica), send)
                 return None
             except Refused as refused:
                 refusal = refused.response
@@ -204,14 +213,28 @@ class Forwarded(Watched):
         why = f"no replica took this request: {ready} of {count} are ready"
         raise ApiError(503, why, retry_after_s=self.replicas.args.health_interval)
 
-    async def try_one(self, replica: Replica, send: Send) -> None:
+    async def prefilled(self, replica: Replica) -> Sent:
+        """The request for this replica, once another one has computed its prompt, if that is
+        worth it.
+        """
+        request = None if self.prefill is None else object_in(self.sent.body)
+        if request is None or not self.prefill.is_worth(self.sent.target, request):
+            return self.sent
+        replica.in_flight += 1  # now, or those that follow would choose the same one
+        try:
+            body = await self.prefill.sent(self.prompt, request, self.sent, replica)
+        finally:
+            replica.in_flight -= 1
+        return self.sent if body is None else replace(self.sent, body=body)
+
+    async def try_one(self, replica: Replica, sent: Sent, send: Send) -> None:
         """Send it to a replica, and the answer to the client. Raises Refused or Lost if another one
         may try, else ApiError.
         """
         outcome = "cancelled"
         replica.in_flight += 1
         try:
-            await self.exchange(replica, send)
+            await self.exchange(replica, sent, send)
             outcome = "answered"
         except Refused:
             outcome = "refused"
@@ -235,10 +258,10 @@ class Forwarded(Watched):
             replica.in_flight -= 1
             self.metrics.requests.labels(replica.url, outcome).inc()
 
-    async def exchange(self, replica: Replica, send: Send) -> None:
+    async def exchange(self, replica: Replica, sent: Sent, send: Send) -> None:
         """One request and its answer. Raises Refused and httpx.TransportError."""
         transport = self.replicas.transport
-        response = await transport.handle_async_request(self.sent.to(replica, self.timeout))
+        response = await transport.handle_async_request(sent.to(replica, self.timeout))
         headers = passed_on(response.headers.raw, THEIRS)
         in_parts = whole_lines if is_events(response) else all_at_once
         async with aclosing(response), aclosing(in_parts(response.aiter_raw())) as parts:

@@ -8,6 +8,9 @@
 | broken | the replica was lost in the middle of an answer |
 | late | not a byte came for --answer-timeout seconds |
 | cancelled | the client went, or the router ended |
+
+A prompt that is sent to a prefill replica first is counted there, in router_prefills, as sent,
+computed (it runs where it is decoded, because nothing came there), refused, late, lost or failed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,6 +73,10 @@ class Metrics:
             "Of these, sent first to the replica where the prefix is at home.",
             registry=self.registry,
         )
+        self.prefills = Counter(
+            "router_prefills", "Prompts sent to a prefill replica, by what became of them.",
+            ["replica", "outcome"], registry=self.registry,
+        )  # fmt: skip
         self.unserved = Counter(
             "router_unserved", "Requests that no replica took.", registry=self.registry
         )

@@ -65,15 +65,21 @@ def new_policy(args: RouterArgs) -> Router:
     return {"least": LeastLoaded, "round-robin": RoundRobin}[args.policy]()
 
 
-def prefix_of(body: bytes) -> str | None:
-    """How the prompt of a request begins, in whichever API it is written; None without one.
-    Requests of different models or cache salts share no cache, so they never begin alike.
-    """
+def object_in(body: bytes) -> dict[str, Any] | None:
+    """A body that is a JSON object; None: it is something else."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(request, dict):
+    return request if isinstance(request, dict) else None
+
+
+def prefix_of(body: bytes) -> str | None:
+    """How the prompt of a request begins, in whichever API it is written; None without one.
+    Requests of different models or cache salts share no cache, so they never begin alike.
+    """
+    request = object_in(body)
+    if request is None:
         return None
     names = ("system", "instructions", "prompt", "inputs")
     parts = [request[name] for name in names if request.get(name)]

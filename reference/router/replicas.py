@@ -9,6 +9,7 @@ request new, and one that has come gets its share of the prefixes.
 """
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Replica:
     url: str
     in_flight: int = 0
     is_ready: bool = False
+    kv_transfer: dict | None = None  # where it takes K and V of prompts computed elsewhere
 
 
 async def urls_of(name: str, wait_s: float) -> list[str]:
@@ -41,6 +43,15 @@ async def urls_of(name: str, wait_s: float) -> list[str]:
     hosts = {address[0] for *_, address in await asyncio.wait_for(found, wait_s)}
     bracketed = (f"[{host}]" if ":" in host else host for host in hosts)
     return sorted(f"http://{host}:{parts.port}" for host in bracketed)
+
+
+def kv_transfer_in(said: bytes) -> dict | None:
+    """What a replica says of --kv-transfer-config when it is asked whether it is ready."""
+    try:
+        found = json.loads(said)["kv_transfer"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and "remote_host" in found else None
 
 
 class Replicas:
@@ -148,7 +159,9 @@ class Replicas:
         )
         try:
             response = await self.transport.handle_async_request(request)
+            said = await response.aread()
             await response.aclose()
             replica.is_ready = response.status_code == 200
+            replica.kv_transfer = kv_transfer_in(said)
         except httpx.TransportError:
             replica.is_ready = False

@@ -31,7 +31,7 @@ class RouterServer(EndsOnSignal):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn, with the replicas known."""
-        await self.routing.replicas.start()
+        await self.routing.start()
         await super().startup(sockets)
 
     async def drain(self) -> None:

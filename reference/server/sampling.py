@@ -39,6 +39,8 @@ def wishes_of(request: SamplingFields) -> dict[str, Any]:
     }
     if bias := wishes.get("logit_bias"):
         wishes["logit_bias"] = {token_id(name): value for name, value in bias.items()}
+    if request.kv_transfer_params:
+        wishes["extra_args"] = {"kv_transfer_params": request.kv_transfer_params}
     if structured := structured_of(request):
         wishes["structured_outputs"] = structured_outputs(**structured)
     return wishes

@@ -49,6 +49,7 @@ class Fake:
 
     def __init__(self):
         self.is_ready = True
+        self.ready_says = {}
         self.seen: list[Request] = []
         self.script: Callable[[Fake, Request], Awaitable[None]] = answers
         self.left = 0  # clients that closed the connection
@@ -78,7 +79,7 @@ class Fake:
             while True:
                 request = await read_request(reader)
                 if request.target == "/ready":
-                    writer.write(whole({}, "200 OK" if self.is_ready else "503 No"))
+                    writer.write(whole(self.ready_says, "200 OK" if self.is_ready else "503 No"))
                     continue
                 self.seen.append(request)
                 await self.script(self, request, reader, writer)

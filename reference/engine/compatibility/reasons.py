@@ -7,7 +7,7 @@ for wishes and for fields of the routes' bodies; a group's own table comes befor
 
 NO_REASONING = "the model does not reason apart from its answer"
 NO_STATES = "no supported model family has Mamba states"
-NO_TRANSFER = "no cache is handed to another engine"
+NO_TRANSFER = "kv_transfer_config hands over K and V, for completions and chats"
 ONE_KERNEL = "each operation has one implementation"
 ONE_NODE = "an engine runs on one machine"
 STORES_NOTHING = "the server stores nothing"
@@ -67,7 +67,7 @@ WITHOUT_EFFECT = {
     },
     "request": {
         "tokens are joined as they are": "spaces_between_special_tokens",
-        "it is for extensions of an engine, and there are none": "extra_args vllm_xargs",
+        "it is for extensions of an engine, and there are none": "vllm_xargs",
         "parameters are never copied, because they never change": "skip_clone",
         "text is held back only while a stop string may begin": "output_text_buffer_length",
         "every step's tokens are streamed": "stream_interval",
@@ -106,7 +106,7 @@ REFUSED = {
         "all weights are on the device": "cpu_offload_gb cpu_offload_params offload_backend "
         "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
         "blocks are offloaded in one way": "kv_offloading_backend",
-        NO_TRANSFER: "kv_transfer_config kv_events_config ec_transfer_config ec_manager_config "
+        NO_TRANSFER: "kv_events_config ec_transfer_config ec_manager_config "
         "kv_sharing_fast_prefill",
         NO_STATES: "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size "
         "mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm "

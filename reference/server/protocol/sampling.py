@@ -16,7 +16,6 @@ REFUSED = {
     ),
     "spaces_between_special_tokens": Refusal("tokens are joined as they are", (True,)),
     "cache_salt": Refusal("the prefix cache has no salts"),
-    "kv_transfer_params": Refusal("no cache is handed over", ({},)),
     "logits_processors": Refusal("no code of a client is run", ([],)),
     "mm_processor_kwargs": Refusal(ONE_MODEL, ({},)),
     "structural_tag": Refusal("a grammar can say the same"),
@@ -115,6 +114,11 @@ class SamplingFields(Wire):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    kv_transfer_params: dict[str, Any] | None = Field(
+        default=None,
+        description="where K and V of the prompt go or come from, as vLLM's proxies write it; for "
+        "a server with --kv-transfer-config",
+    )
 
     refused: ClassVar[Refusals] = REFUSED
     hints: ClassVar[Hints] = HINTS

@@ -77,6 +77,8 @@ class OpenAIAnswer:
         choices = [self.choice(answer, True) for answer in answers]
         body = self.envelope(self.kinds[0], choices)
         body |= {"system_fingerprint": None, "usage": self.run.usage.as_openai()}
+        handed_over = self.run.outputs[0].kv_transfer_params
+        body |= {} if handed_over is None else {"kv_transfer_params": handed_over}
         return body | self.about_prompt()
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -51,7 +51,7 @@ def new_router(service: Service) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """Whether it takes requests. A server that drains does not."""
-        return Response(status_code=200 if engine.is_ready else 503)
+        return readiness(service)
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -70,6 +70,14 @@ def new_router(service: Service) -> APIRouter:
         return JSONResponse(tgi_info(service))
 
     return router
+
+
+def readiness(service: Service) -> Response:
+    """The answer of /ready. With --kv-transfer-config it says where the engine takes K and V."""
+    status, where = 200 if service.engine.is_ready else 503, service.engine.info.kv_transfer
+    if where is None:
+        return Response(status_code=status)
+    return JSONResponse({"kv_transfer": where}, status)
 
 
 def tgi_info(service: Service) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""A connector between engines: one computes a prompt and sends its blocks, another one decodes.
+
+    connector = TransferConnector(pages, "name of model and format", inbox)
+    connector.listen(Address("127.0.0.1", 14579))         # a consumer: blocks come by themselves
+    job, sending = connector.start_send(to, keys, blocks)  # a producer, after each chunk
+
+The producer pushes. A block is sent as soon as a chunk of the prompt has filled it, so most of the
+prompt has arrived when its last chunk has run. It arrives in the consumer's inbox, which is a
+HostTier. So what the consumer does with it is what an engine with tiers does: `matched` looks into
+the inbox, and `start_load` copies to the pool.
+
+What can go wrong costs blocks, and a block that did not come is computed. A consumer that does not
+answer costs the producer one timeout; then nothing is sent to it for as long.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+
+from torch import Tensor
+
+from lessons.l26_kv_transfer.connector import Job, TierConnector
+from lessons.l26_kv_transfer.pages import Pages
+from lessons.l26_kv_transfer.tiers import HostTier, Key, Lru
+from reference.features.kv_transfer.links import Link, Sending
+from reference.features.kv_transfer.listener import Listener
+from reference.features.kv_transfer.wire import Address
+
+MOST_LINKS = 64  # of a producer
+
+
+class ReadFirst(Lru):
+    """The inbox's order of eviction: what the engine has read goes before what it has not."""
+
+    def use(self, key: Key) -> None:
+        self.keys.move_to_end(key, last=False)
+
+
+class TransferConnector(TierConnector):
+    """A KVConnector between engines. of: names the model and the format of its blocks. inbox: where
+    blocks from others wait; of a producer it may have room for none. timeout_s: for an answer of
+    the other end.
+    """
+
+    def __init__(self, pages: Pages, of: str, inbox: HostTier, timeout_s: float = 10.0):
+        super().__init__(pages, inbox, timeout_s)
+        self.of, self.timeout_s = of, timeout_s
+        self.links: dict[Address, Link] = {}
+        self.under_way: set[Future] = set()
+        self.listener: Listener | None = None
+        self.received_blocks = 0
+        self.known: Callable[[Key], bool] = lambda key: False
+
+    def note(self, fault: str) -> None:
+        """Count a fault."""
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    # ------------------------------------------------------------ a consumer
+
+    def listen(self, address: Address, known: Callable[[Key], bool] = lambda key: False) -> None:
+        """Let producers send blocks here. known: whether the pool has a block already. Raises
+        OSError for an address that is taken.
+        """
+        self.known = known
+        size = self.pages.block_bytes
+        what = (self.of, size, self.keep, self.wants, self.note, self.timeout_s)
+        self.listener = Listener(address, *what)
+
+    def wants(self, key: Key) -> bool:
+        """Whether a block should be sent. In a listener's thread."""
+        return not (self.tier.has(key) or self.known(key))
+
+    def keep(self, key: Key, block: Tensor) -> None:
+        """A block has come. In a listener's thread."""
+        self.received_blocks += 1
+        self.tier.put(key, block)
+
+    def start_save(self, keys: Sequence[Key], blocks: Sequence[int]) -> None:
+        """Nothing is kept here."""
+
+    # ------------------------------------------------------------ a producer
+
+    def start_send(
+        self, to: Address, keys: Sequence[Key], blocks: Sequence[int]
+    ) -> tuple[Job, Sending]:
+        """Begin to send blocks of the pool. They are read first, and may be taken then."""
+        job = Job(list(keys), list(blocks), is_load=False)
+        sending = Sending(job.keys, job.blocks)
+        link = self.link(to)
+        self.under_way.add(sending.here)
+        future = self.threads.submit(self.run, job, self.read, self.pages.now(), link, sending)
+        self.copying[job] = future
+        return job, sending
+
+    def link(self, to: Address) -> Link:
+        """The way to a consumer; of too many, the one that was used least recently is closed."""
+        link = self.links.pop(to, None)
+        if link is None:
+            link = Link(to, self.of, self.pages.block_bytes, self.timeout_s, self.note)
+        self.links[to] = link
+        if len(self.links) > MOST_LINKS:
+            oldest = self.links.pop(next(iter(self.links)))
+            oldest.thread.submit(oldest.close)
+            oldest.thread.shutdown(wait=False)
+        return link
+
+    def read(self, job: Job, after, link: Link, sending: Sending) -> None:
+        """From the pool; the link's thread sends them."""
+        packed = None
+        try:
+            if job.may_touch():
+                packed = self.pages.read(job.blocks, after)
+                job.end(len(job.blocks))
+                link.post(sending, packed)
+        except BaseException:
+            packed = None
+            raise
+        finally:
+            if packed is None:
+                sending.end(set())
+
+    def finished(self) -> list[Job]:
+        self.under_way = {future for future in self.under_way if not future.done()}
+        return super().finished()
+
+    def wait(self) -> None:
+        futures = [*self.copying.values(), *self.under_way]
+        wait(futures, timeout=0.05, return_when=FIRST_COMPLETED)
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        super().close()
+        for link in self.links.values():
+            link.thread.shutdown(wait=False, cancel_futures=True)
+            if link.wire is not None:
+                with suppress(OSError):
+                    link.wire.connection.shutdown(socket.SHUT_RDWR)
