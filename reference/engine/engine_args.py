@@ -16,6 +16,7 @@ from lessons.toolbox.model.arguments import (
     refuse,
     with_other_names,
 )
+from reference.engine.cache_arguments import KVEventsConfig, check_cache
 
 if TYPE_CHECKING:
     from reference.speculation.speculative_config import SpeculativeConfig
@@ -66,6 +67,7 @@ class EngineArgs:
     memory. kv_offloading_size: GiB of host memory for blocks that the pool has no room for, found
     again by the prefix cache; None: none. kv_offloading_folder: where they go from there, a folder
     or what fsspec reaches, kv_offloading_folder_size GiB of it; engines of one model may share it.
+    kv_events_config: whether the server tells routers which blocks it has, a dict of vLLM's keys.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
@@ -105,6 +107,7 @@ class EngineArgs:
     kv_offloading_size: float | None = None
     kv_offloading_folder: str | None = None
     kv_offloading_folder_size: float = 16.0
+    kv_events_config: "KVEventsConfig | dict | None" = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
@@ -215,25 +218,9 @@ class EngineArgs:
             f"None, {', '.join(BACKENDS)}",
         )
 
-    def _check_offloading(self) -> None:
-        """Where blocks go that the pool has no room for."""
-        size, folder = self.kv_offloading_size, self.kv_offloading_folder
-        is_size = size is None or is_number(size, 0)
-        self._require("kv_offloading_size", is_size, "None, or a finite number of GiB")
-        is_folder = folder is None or (isinstance(folder, str) and folder != "")
-        self._require("kv_offloading_folder", is_folder, "None, or a folder's name")
-        is_size = is_number(self.kv_offloading_folder_size, 0)
-        self._require("kv_offloading_folder_size", is_size, "a finite number of GiB")
-        if size is None:
-            accepted = "None without kv_offloading_size, the host memory that blocks pass through"
-            self._require("kv_offloading_folder", folder is None, accepted)
-            return
-        accepted = "None with enable_prefix_caching=False, because it finds blocks again"
-        self._require("kv_offloading_size", self.enable_prefix_caching, accepted)
-
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
-        self._check_offloading()
+        check_cache(self)
         method = None if self.speculative_config is None else self.speculative_config.method
         offloads = self.kv_offloading_size is not None
         if not (self.batch_invariant or method or offloads):
