@@ -9,7 +9,7 @@ from starlette.responses import Response
 from reference.router.args import RouterArgs
 from reference.router.forward import Forwarded, Sent
 from reference.router.metrics import Metrics
-from reference.router.policies import Prompt, prefix_of
+from reference.router.policies import prompt_of
 from reference.router.replicas import Replicas
 from reference.server.errors import ApiError, response_of
 from reference.server.limits import App, Limits
@@ -28,7 +28,7 @@ class Routing:
         self.transport = httpx.AsyncHTTPTransport(limits=limits)
         self.replicas = Replicas(args, self.transport)
         self.metrics = Metrics()
-        self.metrics.watch(self.replicas)
+        self.metrics.watch(self.replicas, self.replicas.blocks)
         self.running: set[Forwarded] = set()
         self.is_draining = False
         self.own = {"/health": self.health, "/ready": self.ready, "/metrics": self.show_metrics}
@@ -64,7 +64,7 @@ class Routing:
         body = (await receive())["body"] if scope["method"] in WITH_BODY else b""
         address = scope["client"][0] if scope.get("client") else ""
         sent = Sent(scope["method"], target, scope["headers"], body, address)
-        return Forwarded(sent, Prompt(prefix_of(body)), self.replicas, self.metrics)
+        return Forwarded(sent, prompt_of(body), self.replicas, self.metrics)
 
     def health(self) -> Response:
         """The router lives, whatever the replicas do."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import httpx
 from starlette.responses import Response
 
+from reference.router.cache_aware import Share
 from reference.router.metrics import Metrics
 from reference.router.policies import Prompt
 from reference.router.replicas import Replica, Replicas
@@ -144,6 +145,7 @@ class Forwarded(Watched):
         self.work: asyncio.Task | None = None
         self.is_cut = False
         self.begun: httpx.Response | None = None
+        self.share: Share | None = None  # of the replica's work
         self.last = b""  # what came last of it
 
     def cut(self) -> None:
@@ -185,9 +187,12 @@ class Forwarded(Watched):
         the request. Raises ApiError.
         """
         refusal, deaths = None, 0
+        path = self.sent.target.partition(b"?")[0].decode("latin-1")
+        self.prompt = await self.replicas.read(self.prompt, path, self.sent.body, self.sent.headers)
         for at, replica in enumerate(self.replicas.candidates(self.prompt)):
             if at == 0:
                 self.metrics.count_prefix(self.replicas.is_home(self.prompt, replica))
+                self.metrics.count_blocks(self.replicas.blocks, self.prompt, replica.url)
             try:
                 await self.try_one(replica, send)
                 return None
@@ -209,7 +214,7 @@ class Forwarded(Watched):
         may try, else ApiError.
         """
         outcome = "cancelled"
-        replica.in_flight += 1
+        self.share = self.replicas.begin(replica, self.prompt, self.sent.body)
         try:
             await self.exchange(replica, send)
             outcome = "answered"
@@ -229,10 +234,12 @@ class Forwarded(Watched):
                 message = "the replica was lost in the middle of this answer"
                 raise ApiError(502, message, code="replica_lost") from None
             outcome = "lost"
-            replica.is_ready = False  # until it answers when it is asked
+            self.replicas.lost(replica)
             raise Lost(not isinstance(error, NOT_TAKEN)) from None
         finally:
             replica.in_flight -= 1
+            if self.share is not None:
+                self.share.end()
             self.metrics.requests.labels(replica.url, outcome).inc()
 
     async def exchange(self, replica: Replica, send: Send) -> None:
@@ -250,6 +257,8 @@ class Forwarded(Watched):
             async for part in parts:
                 if self.begun is None:
                     self.begun = response
+                    if self.share is not None and is_events(response):
+                        self.share.answers()
                     status = response.status_code
                     start = {"type": "http.response.start", "status": status, "headers": headers}
                     await send(start)
