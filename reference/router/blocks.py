@@ -54,11 +54,15 @@ class Blocks:
 
     # ------------------------------------------------------------ asked by the policy
 
+    def is_fresh(self, url: str) -> bool:
+        """Whether what is known of a replica is all that it has told."""
+        return url in self.streams and self.streams[url].is_fresh
+
     def mediums(self, url: str, prompt: Prompt) -> list[str]:
         """The tier of each block of the prompt's beginning that a replica is known to hold."""
-        stream = self.streams.get(url)
-        if stream is None or not stream.is_fresh or not self.is_for(stream, prompt):
+        if not self.is_fresh(url) or not self.is_for(self.streams[url], prompt):
             return []
+        stream = self.streams[url]
         return self.index.mediums(url, prompt.keys(stream.block_size))
 
     def cached(self, url: str, prompt: Prompt) -> float:

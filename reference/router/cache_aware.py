@@ -11,6 +11,8 @@ chats after one system prompt are spread.
 
 import asyncio
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,11 +144,29 @@ class Reader:
     def __init__(self, transport: httpx.AsyncBaseTransport, timeout_s: float):
         self.transport, self.timeout_s = transport, timeout_s
 
-    async def tokens(self, url: str, path: str, body: bytes, headers) -> list[int] | None:
-        """The ids of a request's prompt; None: they are not known."""
+    async def tokens(
+        self, urls: Sequence[str], path: str, body: bytes, headers
+    ) -> list[int] | None:
+        """The ids of a request's prompt; None: they are not known. urls: of whom to ask, one after
+        the other if one is gone, all within the time of one.
+        """
         ids, asked = question_of(path, body)
         if asked is None:
             return ids
+        try:
+            return await asyncio.wait_for(self.first(urls, asked, headers), self.timeout_s)
+        except (asyncio.TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    async def first(self, urls: Sequence[str], asked: dict[str, Any], headers) -> list[int] | None:
+        """What the first says that lives."""
+        for url in urls:
+            with suppress(httpx.TransportError):
+                return await self.ask(url, asked, headers)
+        return None
+
+    async def ask(self, url: str, asked: dict[str, Any], headers) -> list[int] | None:
+        """The ids; None: the replica refused, and will refuse the request itself."""
         sent = [(name, value) for name, value in headers if name.lower() in KEYS]
         request = httpx.Request(
             "POST",
@@ -155,13 +175,6 @@ class Reader:
             content=json.dumps(asked).encode(),
             extensions={"timeout": httpx.Timeout(self.timeout_s).as_dict()},
         )
-        try:
-            return await asyncio.wait_for(self.ask(request), self.timeout_s)
-        except (httpx.TransportError, asyncio.TimeoutError, ValueError, KeyError, TypeError):
-            return None
-
-    async def ask(self, request: httpx.Request) -> list[int] | None:
-        """The answer's ids; None: the replica refused, and will refuse the request itself."""
         response = await self.transport.handle_async_request(request)
         try:
             await response.aread()

@@ -91,13 +91,13 @@ class Replicas:
 
     async def read(self, prompt: Prompt, path: str, body: bytes, headers) -> Prompt:
         """The prompt with its tokens, if the policy needs them and there is an entry to compare
-        them with. The replica with the fewest requests is asked.
+        them with. Those are asked that tell of their blocks, the one with the fewest requests first.
         """
-        ready = [one for one in self.all if one.is_ready]
-        if prompt.prefix is None or self.blocks is None or not self.blocks.index.count or not ready:
+        if prompt.prefix is None or self.blocks is None or not self.blocks.index.count:
             return prompt
-        idle = min(ready, key=lambda one: one.in_flight)
-        tokens = await self.reader.tokens(idle.url, path, body, headers)
+        ready = [one for one in self.all if one.is_ready and self.blocks.is_fresh(one.url)]
+        urls = [one.url for one in sorted(ready, key=lambda one: one.in_flight)]
+        tokens = await self.reader.tokens(urls, path, body, headers)
         return prompt if tokens is None else replace(prompt, tokens=tokens)
 
     def begin(self, replica: Replica, prompt: Prompt, body: bytes) -> Share | None:
