@@ -26,7 +26,7 @@ SCHEMA = 1
 POLICIES = ("round-robin", "prefix", "kv")
 BLOCK, ANSWER = 16, 16  # tokens
 FIRST, NEXT = 1600, 160  # characters of a chat's first message, and of the next ones
-CHARS = 3  # of a token, at least, in the text that messages are cut from
+AROUND = 12  # tokens that the template writes around a message, at most
 SYSTEM = "You answer questions about Python, in a few words."
 EVENTS = '{"enable_kv_cache_events": true}'
 READY_S = 300.0
@@ -54,8 +54,14 @@ def parse_args(argv) -> argparse.Namespace:
 
 def flags_of(args) -> list[str]:
     """A replica's flags: its pool holds its share of the chats, and half as much again."""
-    tokens = (len(SYSTEM) + FIRST + (args.turns - 1) * NEXT) // CHARS + args.turns * (ANSWER + 12)
-    chat = -(-tokens // BLOCK)
+    from reference.engine.model import load_tokenizer
+
+    tokenizer, longest = load_tokenizer(args.model), 0
+    for nth in range(len(POLICIES)):
+        for messages in new_chats(args, nth):
+            text = "\n".join([SYSTEM, *messages])
+            longest = max(longest, len(tokenizer.encode(text)))
+    chat = -(-(longest + args.turns * (ANSWER + 2 * AROUND)) // BLOCK)
     blocks = max(chat * (args.clients + 1), int(1.5 * chat * args.chats / args.replicas))
     return [
         f"--block-size={BLOCK}",
@@ -139,14 +145,7 @@ class Load:
         """
         total = [0.0, 0.0]
         for url in self.replicas:
-            try:
-                text = (await self.client.get(f"{url}/metrics")).text
-            except OSError:
-                text = ""
-            except Exception as error:  # httpx's, which is imported late
-                if type(error).__module__.partition(".")[0] != "httpx":
-                    raise
-                text = ""
+            text = await text_of(self.client, f"{url}/metrics")
             now = counter(text, "hits"), counter(text, "queries")
             was = self.before[url] if now[1] >= self.before[url][1] else (0.0, 0.0)
             total = [sum_ + new - old for sum_, new, old in zip(total, now, was)]
@@ -161,27 +160,26 @@ def counter(text: str, name: str) -> float:
     return float(found[0].split()[-1]) if found else 0.0
 
 
+async def text_of(client, url: str) -> str:
+    """What is there; "" if no one answers."""
+    import httpx
+
+    try:
+        return (await client.get(url)).text
+    except httpx.TransportError:
+        return ""
+
+
 async def until_ready(client, router: str, count: int) -> None:
-    """Wait until a router sends requests to so many replicas."""
+    """Wait until a router sends requests to so many replicas. Raises OSError if it never does."""
     end = time.monotonic() + READY_S
-    while True:
-        try:
-            text = (await client.get(f"{router}/metrics")).text
-            if (
-                text.count("} 1.0")
-                and sum(
-                    line.startswith("router_replica_ready") and line.endswith(" 1.0")
-                    for line in text.splitlines()
-                )
-                >= count
-            ):
-                return
-        except Exception as error:
-            if type(error).__module__.partition(".")[0] != "httpx":
-                raise
-        if time.monotonic() > end:
-            raise OSError(f"the router at {router} found no {count} replicas in {READY_S:.0f} s")
+    while time.monotonic() < end:
+        lines = (await text_of(client, f"{router}/metrics")).splitlines()
+        ready = [line for line in lines if line.startswith("router_replica_ready{")]
+        if sum(line.endswith(" 1.0") for line in ready) >= count:
+            return
         await asyncio.sleep(0.1)
+    raise OSError(f"the router at {router} found no {count} replicas in {READY_S:.0f} s")
 
 
 async def measure(policy: str, nth: int, fleet, args, tick) -> dict:
@@ -212,14 +210,13 @@ class Fleet:
     """The replicas, of which one can be killed and started again at the same port."""
 
     def __init__(self, args, stack: ExitStack):
-        self.args, self.stack = args, stack
+        self.args, self.stack, self.flags = args, stack, flags_of(args)
         self.servers = [self.start(None) for _ in range(args.replicas)]
 
     def start(self, port: str | None):
         from reference.bench.own_server import own_server
 
-        flags = flags_of(self.args)
-        return self.stack.enter_context(own_server(self.args.model, *flags, port=port))
+        return self.stack.enter_context(own_server(self.args.model, *self.flags, port=port))
 
     def restart(self, at: int) -> None:
         """Kill one, and start it again; it takes a while until it is ready."""

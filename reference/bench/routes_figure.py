@@ -61,8 +61,8 @@ def draw_routes(record: dict) -> ClassFigure:
     entries = {entry["name"]: entry["turns"] for entry in record["entries"]}
     later = {name: hit_rate(turns[1:]) for name, turns in entries.items()}
     fig, ax = frame(
-        f"From the second turn on {later['kv']:.0%} of the tokens are cached where replicas tell of "
-        f"their blocks, {later['prefix']:.0%} by the prefix, {later['round-robin']:.0%} by turns",
+        f"From the second turn on {later['kv']:.0%} of the tokens are cached where replicas tell "
+        f"what they have, {later['prefix']:.0%} by the prefix, {later['round-robin']:.0%} by turns",
         caption(
             record["fingerprint"],
             model=record["model"],

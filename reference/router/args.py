@@ -29,9 +29,9 @@ class RouterArgs:
     a replica has taken a connection, answer_timeout without a byte of an answer, read_timeout of a
     request's headers and of its body, write_timeout of a write to a client that does not read,
     events_timeout without a word of a replica's blocks, tokenize_timeout of the question for a
-    prompt's tokens, shutdown_timeout of what runs when the router is told to end. max_body_bytes: of a request. The
-    router has no keys of its own: a client's key goes to the replica. impl: "exercises" routes by
-    your solution of exercise 26.5.
+    prompt's tokens, shutdown_timeout of what runs when the router is told to end. max_body_bytes:
+    of a request. The router has no keys of its own: a client's key goes to the replica. impl:
+    "exercises" routes by your solution of exercise 26.5.
     """
 
     replicas: list[str]

@@ -1,4 +1,5 @@
-"""The policy kv: a prompt goes where it costs least, by what each replica holds of it and has to do.
+"""The policy kv: a prompt goes where it costs least, by what each replica holds of it and has to
+do.
 
     cost = kv_weight * (blocks that wait there + the prompt's blocks - what is cached) + active
 

@@ -91,7 +91,8 @@ class Replicas:
 
     async def read(self, prompt: Prompt, path: str, body: bytes, headers) -> Prompt:
         """The prompt with its tokens, if the policy needs them and there is an entry to compare
-        them with. Those are asked that tell of their blocks, the one with the fewest requests first.
+        them with. Those are asked that tell of their blocks, first the one with the fewest
+        requests.
         """
         if prompt.prefix is None or self.blocks is None or not self.blocks.index.count:
             return prompt
