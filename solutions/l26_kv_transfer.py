@@ -241,7 +241,13 @@ def round_robin(request: int, num_workers: int) -> int:
     return request % num_workers
 
 
-@exercise("26.5", "The score of a router", minutes=25, difficulty=2)
+@exercise(
+    "26.5",
+    "The score of a router",
+    minutes=25,
+    difficulty=2,
+    replaces="lessons.l26_kv_transfer.routing:scores",
+)
 def scores(
     prompt_blocks: int,
     cached: Sequence[int],

@@ -27,10 +27,15 @@ from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.l23_experts.grouped import grouped
 from lessons.l25_one_step_ahead.generate import generate as ahead
+from lessons.l26_kv_transfer.events import BlockStored
 from lessons.toolbox.model.config import MLAConfig, MoEConfig
 from reference import LoRARequest, SamplingParams
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
+from reference.router.args import RouterArgs
+from reference.router.blocks import Stream
+from reference.router.policies import Prompt
+from reference.router.replicas import Replicas
 from reference.weights.quantization import Settings, quantize_model
 from tests.engine_cases import CONFIG, LONGEST, greedy, new_model, run
 
@@ -227,6 +232,30 @@ def masks():
 
     ask = [SamplingParams(max_tokens=7, seed=n, structured_outputs=wish(n)) for n in (0, 2, 3, 4)]
     return [[one.token_ids for one in each] for each in answers_of(engine_of_tokens(), *ask)]
+
+
+@part("26.5")
+def routes():
+    """Where a router sends prompts of which two replicas hold parts, while all have work to do."""
+    args = RouterArgs(["http://a", "http://b", "http://c"], policy="kv")
+    replicas = Replicas(args, None)
+    ids, found = list(range(64)), []
+    for url in args.replicas:
+        stream = replicas.blocks.streams[url] = Stream()
+        stream.follower.is_behind, stream.block_size = False, 4
+    for url, start, end in (("http://b", 0, 6), ("http://c", 0, 3)):
+        keys = Prompt("x", ids).keys(4)[start:end]
+        replicas.blocks.index.apply(url, [BlockStored(tuple(keys), "pool")])
+    for one in replicas.all:
+        one.is_ready = True
+    for length in (30, 9, 60, 25, 14, 64, 40, 33):
+        prompt = Prompt("x", ids[:length])
+        replica = next(replicas.candidates(prompt))
+        found.append(replica.url)
+        share = replicas.begin(replica, prompt, b"")
+        if length % 2:
+            share.answers()
+    return found
 
 
 @part("25.2")

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -177,6 +177,7 @@ class FolderTier:
         self.faults: dict[str, int] = {}
         self.hits = 0
         self.lock = threading.Lock()
+        self.note: Callable[[Key, bool], None] = lambda key, is_here: None  # for who wants to know
         self.store.makedirs(self.folder, exist_ok=True)
         self.used_bytes = sum(file.size for file in self.files())
 
@@ -201,6 +202,7 @@ class FolderTier:
             with suppress(Exception):
                 self.store.rm_file(part)
             return
+        self.note(key, True)
         with self.lock:
             self.used_bytes += size
             if self.used_bytes > self.quota:
@@ -219,6 +221,7 @@ class FolderTier:
                 self.hits += 1
                 return torch.frombuffer(bytearray(body), dtype=torch.uint8)
             self.count("get", ValueError("torn"))
+            self.note(key, False)
             self.store.rm_file(name)
         return None
 
@@ -229,6 +232,10 @@ class FolderTier:
         """Where a block's file is. In 256 folders, because some systems are slow with one."""
         name = key.hex()
         return f"{self.folder}/{name[:2]}/{name}.kv"
+
+    def key_of(self, name: str) -> Key:
+        """Of a file's name."""
+        return bytes.fromhex(name.rpartition("/")[2].removesuffix(".kv"))
 
     def touch(self, name: str) -> None:
         """Note that a file was used, where the store can."""
@@ -260,6 +267,7 @@ class FolderTier:
             with self.counted("remove"):
                 self.used_bytes -= file.size
                 self.store.rm_file(file.name)
+                self.note(self.key_of(file.name), False)
 
     def counted(self, what: str) -> "Counted":
         """Inside it a fault of the store is counted, and ends the block."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
-from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import launching_on
@@ -21,6 +20,7 @@ from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model, load_tokenizer
 from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ORDERS
+from reference.features.kv_events import new_cache
 
 if TYPE_CHECKING:  # each feature is imported where the arguments ask for it
     from lessons.l17_tree_speculation.trees.tree import Tree
@@ -168,7 +168,7 @@ def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
     """Who owns which block, and with a prefix cache which of them are known."""
     if not args.enable_prefix_caching:
         return BlockManager(num_blocks, args.block_size)
-    return CachingBlockManager(num_blocks, args.block_size, HashBlocks(args.block_size))
+    return CachingBlockManager(num_blocks, args.block_size, new_cache(args))
 
 
 def new_runner(

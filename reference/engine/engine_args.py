@@ -16,6 +16,7 @@ from lessons.toolbox.model.arguments import (
     refuse,
     with_other_names,
 )
+from reference.engine.cache_arguments import KVEventsConfig, check_events
 
 if TYPE_CHECKING:
     from reference.features.kv_transfer.config import KVTransferConfig
@@ -69,6 +70,7 @@ class EngineArgs:
     or what fsspec reaches, kv_offloading_folder_size GiB of it; engines of one model may share it.
     kv_transfer_config: how blocks are sent to other engines, or come from them, a dict of vLLM's
     keys: reference.features.kv_transfer.config; None: they stay.
+    kv_events_config: whether the server tells routers which blocks it has, a dict of vLLM's keys.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
@@ -109,6 +111,7 @@ class EngineArgs:
     kv_offloading_folder: str | None = None
     kv_offloading_folder_size: float = 16.0
     kv_transfer_config: "KVTransferConfig | dict | str | None" = None
+    kv_events_config: "KVEventsConfig | dict | None" = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
@@ -221,6 +224,7 @@ class EngineArgs:
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
+        check_events(self)
         method = None if self.speculative_config is None else self.speculative_config.method
         stays = (
             self.kv_offloading_size is self.kv_offloading_folder is self.kv_transfer_config is None

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lessons.l13_prefix_caching.naive import FIRST, HashBlocks
+from lessons.l13_prefix_caching.naive import FIRST
 from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.connector import TierConnector
+from lessons.l26_kv_transfer.events import EventLog, Key
 from lessons.l26_kv_transfer.pages import Pages
-from lessons.l26_kv_transfer.tiers import FolderTier, HostTier
+from lessons.l26_kv_transfer.tiers import FolderTier, HostTier, Lru
 from reference.engine.engine_args import EngineArgs
+from reference.features.kv_events import new_cache
 
 if TYPE_CHECKING:
     from lessons.l03_kv_cache.cache import KVPool
@@ -50,8 +53,13 @@ def tiered_blocks(
                 "address that fsspec knows"
             ) from None
     capacity = int(args.kv_offloading_size * GIB // size)
-    tier = HostTier(capacity, size, files, pin_memory=pages.is_gpu)
-    cache = HashBlocks(args.block_size)
+    cache = new_cache(args)
+    log, order = getattr(cache, "log", None), None
+    if log is not None:
+        order = ToldOrder(log)
+        if files is not None:
+            tell_of_files(files, log)
+    tier = HostTier(capacity, size, files, order, pin_memory=pages.is_gpu)
     connector = TierConnector(pages, tier)
     return TieredBlockManager(runner.pool.num_blocks, args.block_size, cache, connector)
 
@@ -59,6 +67,39 @@ def tiered_blocks(
 def elsewhere(blocks: TieredBlockManager) -> Elsewhere:
     """The scheduler's `host` for them."""
     return Elsewhere(blocks, salt_of)
+
+
+class ToldOrder(Lru):
+    """The order of eviction of a HostTier is told of every block that comes or goes, under the
+    tier's lock. It tells a log.
+    """
+
+    def __init__(self, log: EventLog):
+        super().__init__()
+        self.log = log
+
+    def add(self, key: Key) -> None:
+        super().add(key)
+        self.log.stored("host", key)
+
+    def evict(self) -> Key:
+        key = super().evict()
+        self.log.removed("host", key)
+        return key
+
+
+def tell_of_files(files: FolderTier, log: EventLog) -> None:
+    """Tell of the files that are there, and of those that come and go by this engine. Of engines
+    that share a folder each tells of its own files after that.
+    """
+
+    def note(key: Key, is_here: bool) -> None:
+        (log.stored if is_here else log.removed)("folder", key)
+
+    files.note = note
+    for file in files.files():
+        with suppress(ValueError):  # a file of someone else, whose name is no key
+            note(files.key_of(file.name), True)
 
 
 # ---------------------------------------------------------------- what K and V depend on

@@ -14,6 +14,10 @@ def route(arguments: list[str]) -> int:
     from reference.router.args import read_args
 
     args = read_args(arguments)
+    if args.impl:
+        from reference.server.__main__ import use_exercises
+
+        use_exercises(args.impl)
     from reference.router.run import serve_forever
 
     return serve_forever(args)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from reference.router.args import RouterArgs
 from reference.router.forward import Forwarded, Sent
 from reference.router.metrics import Metrics
-from reference.router.policies import Prompt, prefix_of
+from reference.router.policies import prompt_of
 from reference.router.prefill import Prefill
 from reference.router.replicas import Replicas
 from reference.server.errors import ApiError, response_of
@@ -29,7 +29,7 @@ class Routing:
         self.transport = httpx.AsyncHTTPTransport(limits=limits)
         self.replicas = Replicas(args, self.transport)
         self.metrics = Metrics()
-        self.metrics.watch(self.replicas)
+        self.metrics.watch(self.replicas, self.replicas.blocks)
         self.prefill = Prefill(args, self.transport, self.metrics) if args.prefill else None
         self.running: set[Forwarded] = set()
         self.is_draining = False
@@ -66,8 +66,7 @@ class Routing:
         body = (await receive())["body"] if scope["method"] in WITH_BODY else b""
         address = scope["client"][0] if scope.get("client") else ""
         sent = Sent(scope["method"], target, scope["headers"], body, address)
-        prompt = Prompt(prefix_of(body))
-        return Forwarded(sent, prompt, self.replicas, self.metrics, self.prefill)
+        return Forwarded(sent, prompt_of(body), self.replicas, self.metrics, self.prefill)
 
     async def start(self) -> None:
         """Ask all replicas once, then go on asking. Call it in the event loop that serves."""

@@ -5,10 +5,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
+from lessons.l26_kv_transfer.routing import CREDITS
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import check_positive, check_whole, is_number, refuse
 
-POLICIES = ("prefix", "least", "round-robin")
+POLICIES = ("prefix", "least", "round-robin", "kv")
 COSTS = ("kv_bytes", "compute_s", "bytes_per_s", "fixed_s")
 ACCEPTED_URL = "http://host:port, https://host:port, or dns://name:port for all addresses of a name"
 
@@ -20,14 +21,20 @@ class RouterArgs:
     replicas: their addresses, which also decide who gets which prefix, so several routers in front
     of the same replicas should spell them alike. dns://name:port stands for every address that the
     name has, as a headless service of Kubernetes has one for each pod; it is looked up again at
-    every health_interval. policy: prefix, least (fewest requests in flight) or round-robin.
+    every health_interval. policy: prefix, kv (what replicas tell of their blocks, against what they
+    have to do), least (fewest requests in flight) or round-robin. kv_weight: of a block to compute,
+    against one of an answer that is written. host_credit, folder_credit: what a block in host
+    memory, or in files, is worth of one in the pool. index_blocks: pairs of a block and a replica
+    that the router knows at most. replica_api_key: for /kv_events, where the servers have a key.
     balance: under the policy prefix, how many times the mean a replica's requests in flight may be.
     ready_path: what a replica answers with 200 while it takes requests; vLLM's servers have
     /health. Times are seconds: health_interval between two questions for it, connect_timeout until
     a replica has taken a connection, answer_timeout without a byte of an answer, read_timeout of a
     request's headers and of its body, write_timeout of a write to a client that does not read,
-    shutdown_timeout of what runs when the router is told to end. max_body_bytes: of a request. The
-    router has no keys of its own: a client's key goes to the replica.
+    events_timeout without a word of a replica's blocks, tokenize_timeout of the question for a
+    prompt's tokens, shutdown_timeout of what runs when the router is told to end. max_body_bytes:
+    of a request. The router has no keys of its own: a client's key goes to the replica. impl:
+    "exercises" routes by your solution of exercise 26.5.
 
     prefill: replicas that compute long prompts for the others and send them K and V; both sorts
     have --kv-transfer-config. prefill_timeout: s, after which the prompt is computed where it is
@@ -39,12 +46,19 @@ class RouterArgs:
     replicas: list[str]
     policy: str = "prefix"
     balance: float = 1.25
+    kv_weight: float = 1.0
+    host_credit: float = CREDITS["host"]
+    folder_credit: float = CREDITS["folder"]
+    index_blocks: int = 1_000_000
+    replica_api_key: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     ready_path: str = "/ready"
     health_interval: float = 1.0
     connect_timeout: float = 2.0
     answer_timeout: float = 600.0
+    events_timeout: float = 5.0
+    tokenize_timeout: float = 0.5
     read_timeout: float = 30.0
     write_timeout: float = 30.0
     shutdown_timeout: float = 30.0
@@ -54,6 +68,7 @@ class RouterArgs:
     prefill_timeout: float = 60.0
     send_from: float = 256.0
     send_costs: dict[str, float] | str | None = None
+    impl: str = ""
     api_key: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self):
@@ -72,6 +87,12 @@ class RouterArgs:
             refuse("policy", self.policy, ", ".join(POLICIES))
         if not is_number(self.balance, 1.0):
             refuse("balance", self.balance, "a number, 1 or more")
+        if not is_number(self.kv_weight, 0):
+            refuse("kv_weight", self.kv_weight, "a number, 0 or more")
+        for name in ("host_credit", "folder_credit"):
+            if not is_number(getattr(self, name), 0, 1):
+                refuse(name, getattr(self, name), "0 (not worth a hit) to 1 (as the pool's)")
+        check_whole(index_blocks=self.index_blocks)
         if not 0 <= self.port < 2**16:
             refuse("port", self.port, "0 to 65535; 0 takes a free one")
         if not self.ready_path.startswith("/"):

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import httpx
 from starlette.responses import Response
 
+from reference.router.cache_aware import Share
 from reference.router.metrics import Metrics
-from reference.router.policies import Prompt, object_in
+from reference.router.policies import Prompt, request_of
 from reference.router.prefill import Prefill
 from reference.router.replicas import Replica, Replicas
 from reference.server.errors import ApiError, body_of, response_of
@@ -153,6 +154,7 @@ class Forwarded(Watched):
         self.work: asyncio.Task | None = None
         self.is_cut = False
         self.begun: httpx.Response | None = None
+        self.share: Share | None = None  # of the replica's work
         self.last = b""  # what came last of it
 
     def cut(self) -> None:
@@ -194,9 +196,12 @@ class Forwarded(Watched):
         the request. Raises ApiError.
         """
         refusal, deaths = None, 0
+        path = self.sent.target.partition(b"?")[0].decode("latin-1")
+        self.prompt = await self.replicas.read(self.prompt, path, self.sent.body, self.sent.headers)
         for at, replica in enumerate(self.replicas.candidates(self.prompt)):
             if at == 0:
                 self.metrics.count_prefix(self.replicas.is_home(self.prompt, replica))
+                self.metrics.count_blocks(self.replicas.blocks, self.prompt, replica.url)
             try:
                 await self.try_one(replica, await self.prefilled(replica), send)
                 return None
@@ -217,8 +222,8 @@ class Forwarded(Watched):
         """The request for this replica, once another one has computed its prompt, if that is
         worth it.
         """
-        request = None if self.prefill is None else object_in(self.sent.body)
-        if request is None or not self.prefill.is_worth(self.sent.target, request):
+        request = {} if self.prefill is None else request_of(self.sent.body)
+        if not request or not self.prefill.is_worth(self.sent.target, request):
             return self.sent
         replica.in_flight += 1  # now, or those that follow would choose the same one
         try:
@@ -232,7 +237,7 @@ class Forwarded(Watched):
         may try, else ApiError.
         """
         outcome = "cancelled"
-        replica.in_flight += 1
+        self.share = self.replicas.begin(replica, self.prompt, self.sent.body)
         try:
             await self.exchange(replica, sent, send)
             outcome = "answered"
@@ -252,10 +257,12 @@ class Forwarded(Watched):
                 message = "the replica was lost in the middle of this answer"
                 raise ApiError(502, message, code="replica_lost") from None
             outcome = "lost"
-            replica.is_ready = False  # until it answers when it is asked
+            self.replicas.lost(replica)
             raise Lost(not isinstance(error, NOT_TAKEN)) from None
         finally:
             replica.in_flight -= 1
+            if self.share is not None:
+                self.share.end()
             self.metrics.requests.labels(replica.url, outcome).inc()
 
     async def exchange(self, replica: Replica, sent: Sent, send: Send) -> None:
@@ -273,6 +280,8 @@ class Forwarded(Watched):
             async for part in parts:
                 if self.begun is None:
                     self.begun = response
+                    if self.share is not None and is_events(response):
+                        self.share.answers()
                     status = response.status_code
                     start = {"type": "http.response.start", "status": status, "headers": headers}
                     await send(start)

@@ -17,7 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from reference.router.blocks import Blocks
+from reference.router.policies import Prompt
 
 
 class Counted(Protocol):
@@ -56,6 +59,34 @@ class ByReplica:
         yield ready
 
 
+class ByBlocks:
+    """What a registry shows of the blocks that the policy kv knows of."""
+
+    def __init__(self, blocks: Blocks):
+        self.blocks = blocks
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """As prometheus_client asks for it."""
+        entries = GaugeMetricFamily(
+            "router_kv_index_blocks", "Blocks that a replica is known to hold.", labels=["replica"]
+        )
+        fresh = GaugeMetricFamily(
+            "router_kv_events_fresh", "1 while its block events come.", labels=["replica"]
+        )
+        resyncs = CounterMetricFamily(
+            "router_kv_resyncs", "Whole states asked for because of a gap.", labels=["replica"]
+        )
+        for url, stream in self.blocks.streams.items():
+            entries.add_metric([url], len(self.blocks.index.keys.get(url, ())))
+            fresh.add_metric([url], stream.is_fresh)
+            resyncs.add_metric([url], self.blocks.resyncs.get(url, 0))
+        forgotten = CounterMetricFamily(
+            "router_kv_forgotten_blocks", "Entries that --index-blocks had no room for."
+        )
+        forgotten.add_metric([], self.blocks.index.forgotten)
+        yield from (entries, fresh, resyncs, forgotten)
+
+
 class Metrics:
     """A registry of its own, so that a process may have several."""
 
@@ -81,9 +112,40 @@ class Metrics:
             "router_unserved", "Requests that no replica took.", registry=self.registry
         )
 
-    def watch(self, replicas: Those) -> None:
-        """Show the replicas as they are at a scrape."""
+        self.kv_requests = Counter(
+            "router_kv_requests",
+            "Requests with a prompt under the policy kv. known: its tokens were known, and a "
+            "replica was known to hold some; cold: none was; unknown: tokens or events were not.",
+            ["prompt"], registry=self.registry,
+        )  # fmt: skip
+        self.kv_prompt_blocks = Counter(
+            "router_kv_prompt_blocks", "Whole blocks of prompts.", registry=self.registry
+        )
+        self.kv_cached_blocks = Counter(
+            "router_kv_cached_blocks",
+            "Of these, held by the replica that was chosen, by its fastest tier.",
+            ["medium"], registry=self.registry,
+        )  # fmt: skip
+
+    def watch(self, replicas: Those, blocks: Blocks | None = None) -> None:
+        """Show the replicas as they are at a scrape, and what is known of their blocks."""
         self.registry.register(ByReplica(replicas))
+        if blocks is not None:
+            self.registry.register(ByBlocks(blocks))
+
+    def count_blocks(self, blocks: Blocks | None, prompt: Prompt, url: str) -> None:
+        """Count a request under the policy kv. url: of the replica that was chosen."""
+        if blocks is None or prompt.prefix is None:
+            return
+        if prompt.tokens is None or not blocks.block_size:
+            self.kv_requests.labels("unknown").inc()
+            return
+        found = blocks.mediums(url, prompt)
+        is_known = found or any(blocks.mediums(other, prompt) for other in blocks.streams)
+        self.kv_requests.labels("known" if is_known else "cold").inc()
+        self.kv_prompt_blocks.inc(len(prompt.keys(blocks.block_size)))
+        for medium in found:
+            self.kv_cached_blocks.labels(medium).inc()
 
     def count_prefix(self, is_home: bool | None) -> None:
         """Count a request. is_home: whether its replica is its prefix's; None: it has no prefix."""

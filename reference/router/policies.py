@@ -11,11 +11,14 @@ cache of that one soon has the prefix too.
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l26_kv_transfer.events import KEY_BYTES
 from reference.router.args import RouterArgs
 from reference.simulator.routers import LeastLoaded, RoundRobin, Router
 
@@ -23,10 +26,26 @@ PREFIX_CHARS = 1024  # of a prompt that count: some 16 blocks of 16 tokens
 FEW = 4  # requests that a replica may always have: they share its steps at little cost
 
 
-class Prompt(NamedTuple):
-    """What policies see of a request. prefix: how its prompt begins, None if it has none."""
+@dataclass(frozen=True)
+class Prompt:
+    """What policies see of a request. prefix: how its prompt begins, None if it has none. tokens:
+    of the prompt, None where they are not known. model: the name that the request gives.
+    """
 
     prefix: str | None
+    tokens: list[int] | None = None
+    model: str | None = None
+    made: dict[int, list[bytes]] = field(default_factory=dict, compare=False)
+
+    def keys(self, block_size: int) -> list[bytes]:
+        """Lesson 13's hashes of the whole blocks that leave a token to compute, as events have
+        them.
+        """
+        if block_size not in self.made:
+            count = (len(self.tokens) - 1) // block_size
+            found = HashBlocks(block_size).hashes(self.tokens, count)
+            self.made[block_size] = [key[:KEY_BYTES] for key in found]
+        return self.made[block_size]
 
 
 class PrefixHash:
@@ -59,28 +78,33 @@ class PrefixHash:
 
 
 def new_policy(args: RouterArgs) -> Router:
-    """The policy of --policy."""
+    """The policy of --policy, but for kv, which needs what replicas tell."""
     if args.policy == "prefix":
         return PrefixHash(list(args.replicas), args.balance)
     return {"least": LeastLoaded, "round-robin": RoundRobin}[args.policy]()
 
 
-def object_in(body: bytes) -> dict[str, Any] | None:
-    """A body that is a JSON object; None: it is something else."""
+def prompt_of(body: bytes) -> Prompt:
+    """What the body of a request says of its prompt, before its tokens are known."""
+    request = request_of(body)
+    model = request.get("model")
+    return Prompt(prefix_of(body), model=model if isinstance(model, str) else None)
+
+
+def request_of(body: bytes) -> dict[str, Any]:
+    """A body as JSON; {} for what is no object."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        return None
-    return request if isinstance(request, dict) else None
+        return {}
+    return request if isinstance(request, dict) else {}
 
 
 def prefix_of(body: bytes) -> str | None:
     """How the prompt of a request begins, in whichever API it is written; None without one.
     Requests of different models or cache salts share no cache, so they never begin alike.
     """
-    request = object_in(body)
-    if request is None:
-        return None
+    request = request_of(body)
     names = ("system", "instructions", "prompt", "inputs")
     parts = [request[name] for name in names if request.get(name)]
     for name in ("messages", "input"):

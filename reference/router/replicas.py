@@ -12,13 +12,15 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 
 from reference.router.args import RouterArgs
+from reference.router.blocks import Blocks
+from reference.router.cache_aware import CacheAware, Reader, Share
 from reference.router.policies import PrefixHash, Prompt, new_policy
 
 
@@ -64,7 +66,13 @@ class Replicas:
         self.found: dict[str, list[str]] = {}  # what each name stood for when it was last known
         self.all: list[Replica] = []
         self.homes = PrefixHash([], args.balance)
-        self.policy = self.homes if args.policy == "prefix" else new_policy(args)
+        self.blocks: Blocks | None = None
+        if args.policy == "kv":
+            self.blocks = Blocks(args, transport)
+            self.reader = Reader(transport, args.tokenize_timeout)
+            self.policy = CacheAware(self.homes, self.blocks, args)
+        else:
+            self.policy = self.homes if args.policy == "prefix" else new_policy(args)
         self.watchers: dict[str, asyncio.Task] = {}
         self.take([url for url in args.replicas if url not in self.names])
 
@@ -92,6 +100,31 @@ class Replicas:
             tried.add(replica.url)
             yield replica
 
+    async def read(self, prompt: Prompt, path: str, body: bytes, headers) -> Prompt:
+        """The prompt with its tokens, if the policy needs them and there is an entry to compare
+        them with. Those are asked that tell of their blocks, first the one with the fewest
+        requests.
+        """
+        if prompt.prefix is None or self.blocks is None or not self.blocks.index.count:
+            return prompt
+        ready = [one for one in self.all if one.is_ready and self.blocks.is_fresh(one.url)]
+        urls = [one.url for one in sorted(ready, key=lambda one: one.in_flight)]
+        tokens = await self.reader.tokens(urls, path, body, headers)
+        return prompt if tokens is None else replace(prompt, tokens=tokens)
+
+    def begin(self, replica: Replica, prompt: Prompt, body: bytes) -> Share | None:
+        """Note what a request is for a replica to do; None: the policy does not ask."""
+        replica.in_flight += 1
+        if self.blocks is None or prompt.prefix is None:
+            return None
+        return self.policy.begin(replica.url, prompt, body)
+
+    def lost(self, replica: Replica) -> None:
+        """It gets no request until it answers when it is asked, and what it held counts no more."""
+        replica.is_ready = False
+        if self.blocks is not None:
+            self.blocks.lost(replica.url)
+
     def is_home(self, prompt: Prompt, replica: Replica) -> bool | None:
         """Whether no other ready replica comes before it for this prefix; None without a prefix."""
         if prompt.prefix is None:
@@ -114,6 +147,8 @@ class Replicas:
         for watcher in self.watchers.values():
             watcher.cancel()
         await asyncio.gather(*self.watchers.values(), return_exceptions=True)
+        if self.blocks is not None:
+            await self.blocks.stop()
 
     async def look_up(self) -> None:
         """Who stands behind the names now. A name that is not known at the moment keeps its last
@@ -130,10 +165,14 @@ class Replicas:
         self.take(list(dict.fromkeys(urls)))
         for url in self.watchers.keys() - {one.url for one in self.all} - {"names"}:
             self.watchers.pop(url).cancel()
+            if self.blocks is not None:
+                self.blocks.leave(url)
         new = [one for one in self.all if one.url not in self.watchers]
         await asyncio.gather(*map(self.ask, new))
         for one in new:
             self.watchers[one.url] = asyncio.ensure_future(self.watch(one))
+            if self.blocks is not None:
+                self.blocks.follow(one.url)
 
     async def watch_names(self) -> None:
         """Look up again and again."""

@@ -19,10 +19,19 @@ from reference.server.errors import ApiError, of_validation, response_of
 from reference.server.limits import Limits
 from reference.server.metrics import Counted
 from reference.server.models import Models
-from reference.server.routes import chat, completions, generate, info, messages, responses, tokens
+from reference.server.routes import (
+    chat,
+    completions,
+    generate,
+    info,
+    kv_events,
+    messages,
+    responses,
+    tokens,
+)
 from reference.server.service import Service
 
-ROUTES = (completions, chat, responses, messages, tokens, generate, info)
+ROUTES = (completions, chat, responses, messages, tokens, generate, info, kv_events)
 
 
 def new_service(args: ServerArgs) -> Service:

@@ -11,7 +11,7 @@ from reference.engine.async_engine import AsyncEngineArgs
 from reference.engine.engine_args import BACKENDS, CHOICES, SPECULATIVE
 from reference.weights.quantization import METHODS
 
-JSON_FLAGS = ("speculative_config", "kv_transfer_config")
+JSON_FLAGS = ("speculative_config", "kv_transfer_config", "kv_events_config")
 HELP = {
     "tokenizer": "folder or hub name (default: the model's)",
     "dtype": "of weights and activations (default: auto, the checkpoint's)",
@@ -31,6 +31,7 @@ HELP = {
     "kv_offloading_folder_size": "GiB of --kv-offloading-folder (default: {})",
     "kv_transfer_config": "how K and V go to other engines, in JSON: "
     '{{"kv_connector": "TcpConnector", "kv_role": "kv_producer"}}',
+    "kv_events_config": 'block events for a router: {{"enable_kv_cache_events": true}}',
     "enable_prefix_caching": "prompts that begin alike share blocks (default: {})",
     "enable_chunked_prefill": "long prompts share steps with those who decode (default: {})",
     "async_scheduling": "schedule a step while the one before it runs (default: {})",

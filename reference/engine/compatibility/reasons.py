@@ -106,8 +106,7 @@ REFUSED = {
         "all weights are on the device": "cpu_offload_gb cpu_offload_params offload_backend "
         "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
         "blocks are offloaded in one way": "kv_offloading_backend",
-        NO_TRANSFER: "kv_events_config ec_transfer_config ec_manager_config "
-        "kv_sharing_fast_prefill",
+        NO_TRANSFER: "ec_transfer_config ec_manager_config kv_sharing_fast_prefill",
         NO_STATES: "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size "
         "mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm "
         "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds",

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import HostTier
 from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
+from reference.features.kv_events import new_cache
 from reference.features.kv_transfer.config import PARAMS, KVTransferConfig, read_params
 from reference.features.kv_transfer.connector import ReadFirst, TransferConnector
 from reference.features.kv_transfer.handover import Departure, TransferBlockManager, TransferHost
@@ -42,7 +42,7 @@ def transfer_blocks(
     rows = int(config.kv_buffer_size // pages.block_bytes) if config.is_consumer else 0
     inbox = HostTier(rows, pages.block_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
     connector = TransferConnector(pages, format_of(runner, pages), inbox, config.timeout_s)
-    cache = HashBlocks(args.block_size)
+    cache = new_cache(args)
     if config.is_consumer:
         try:
             connector.listen(own_address(config), cache.block_of.__contains__)
