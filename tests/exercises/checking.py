@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -245,7 +246,8 @@ def assert_close(
     if wrong.any():
         # NaN counts as the largest
         worst = torch.where(wrong, error / tolerance.clamp(min=1e-300), -1.0).argmax()
-        at = tuple(int(i) for i in torch.unravel_index(worst, error.shape))
+        # NumPy's: torch.unravel_index imports SymPy first, which takes seconds of the time limit
+        at = tuple(int(i) for i in np.unravel_index(int(worst), error.shape))
         raise AssertionError(
             f"{label}: worst element {list(at)}: yours {got[at].item():.6g}, expected "
             f"{want[at].item():.6g} (tolerance {tolerance[at].item():.2g}); {int(wrong.sum())} of "

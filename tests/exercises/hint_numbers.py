@@ -58,6 +58,8 @@ def hint_of_number(got: float, want: float, numbers: dict[str, float]) -> str | 
         clean = ratio if ratio > 1 else 1 / ratio
         if ratio > 0 and clean <= 1024 and math.isclose(clean, round(clean), rel_tol=1e-6):
             return f"yours is {factor_in_words(ratio, {})} the expected value"
+    if not isinstance(want, int):
+        return None
     for name, value in numbers.items():
         if (
             abs(value) >= 3
@@ -85,6 +87,8 @@ def _named_factor(ratio: float, numbers: dict[str, float]) -> str | None:
         if value < 3 or values.count(value) > 1:
             continue  # 2 is everywhere
         for size, said in ((value, name), (value**0.5, f"the root of {name}")):
+            if size < 3:
+                continue
             if math.isclose(ratio, size, rel_tol=1e-5):
                 return f"{size:.4g} times ({said}?)"
             if math.isclose(ratio, 1 / size, rel_tol=1e-5):
@@ -104,6 +108,8 @@ def hint_of_entries(got: Sequence, want: Sequence, numbers: dict[str, float]) ->
     if len(got) != len(want):
         if not got:
             return "yours is empty"
+        if not want:
+            return "nothing is expected here: what should not be in yours?"
         if right == len(want):
             return f"yours goes on after the {right} that are asked for, and these are right"
         if right == len(got):
@@ -126,6 +132,8 @@ def hint_of_entries(got: Sequence, want: Sequence, numbers: dict[str, float]) ->
 def _hint_of_entry(got: Any, want: Any, numbers: dict[str, float]) -> str | None:
     if type(got) in (int, float) and type(want) in (int, float):
         return hint_of_number(got, want, numbers)
+    if isinstance(got, (list, tuple)) and isinstance(want, (list, tuple)):
+        return hint_of_entries(got, want, numbers)
     return None
 
 

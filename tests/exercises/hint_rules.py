@@ -56,6 +56,40 @@ BROKEN_RULES = (
         "which program is to write these, and does its mask let them through?",
     ),
     (
+        r"your (\w+) says .*; name (\w+)",
+        "the message of a refusal names the argument: write `{2}` into it, with what it got and "
+        "what is accepted",
+    ),
+    (
+        r"your function raises \w+: .*; raise (\w+)",
+        "a caller catches {1}, so that is what has to be raised",
+    ),
+    (
+        r"your ranks together compute",
+        "cut the weights before the product: a product whose result is cut has been computed whole",
+    ),
+    (
+        r"came through no collective|A rank may use its own entries only",
+        "which line reads what another rank holds? Put it into a collective of `ranks`, and take "
+        "what that returns",
+    ),
+    (
+        r"the layer keeps \d+ bytes",
+        "what of these follows from the rest? Compute it where it is needed, and do not keep it",
+    ),
+    (
+        r"your stream yields an exception",
+        "`raise` it inside of the generator: the reader's loop then ends with it",
+    ),
+    (
+        r"a NaN becomes a code",
+        "0 / 0 is NaN: where all values are 0, divide by 1",
+    ),
+    (
+        r"pages\.(\w+) is another tensor now",
+        "`pages.{1}[...] = ` writes into the tensor, `pages.{1} = ` takes another one",
+    ),
+    (
         r"is a `return` missing|returned NoneType",
         "a path through your function ends without `return`",
     ),
@@ -78,6 +112,10 @@ WRONG_DTYPE = (
 
 # what Python, PyTorch, NumPy and Triton say; the class of the exception comes first
 EXCEPTIONS = (
+    (
+        r"IndexError: index -?\d+ is out of bounds for dimension \d+ with size 0",
+        "something is empty there: is everything 0, or masked away?",
+    ),
     (
         r"IndexError: index (-?\d+) is out of bounds for dimension \d+ with size (\d+)|"
         r"IndexError: index (-?\d+) is out of bounds for axis \d+ with size (\d+)|"

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from lessons.toolbox.exercises.exercise import Exercise, ExerciseError
 from lessons.toolbox.exercises.loading import describe, named
@@ -83,6 +84,7 @@ def run_check(
     seen.clear()
     comparing.clear()
     implementation = None
+    _import_what_modes_need()
     try:
         with time_limit(check.seconds), in_bounds():
             implementation = Recorder(loader())
@@ -118,6 +120,15 @@ def run_check(
             tuple(comparing) if isinstance(error, AssertionError) else (),
         )
     return Outcome(PASS)
+
+
+@cache
+def _import_what_modes_need() -> None:
+    """The first operation within a TorchDispatchMode imports SymPy. On a slow machine that takes
+    longer than a check may, and an import that was broken off fails again and again.
+    """
+    with BaseTorchDispatchMode():
+        torch.zeros(1) + 1
 
 
 def _untouched(error: BaseException | None) -> str | None:

@@ -198,6 +198,23 @@ def test_verification(impl, case, seed):
         compare(impl, inputs, want=walked(**inputs))
 
 
+@check("17.3", {"0": "u = 0", "1": "u just below 1"}, seconds=10)
+def test_verification_at_the_ends(impl, case, seed):
+    """Numbers at the ends of [0, 1), and drafted tokens that the target never takes."""
+    draws, end = random.Random(seed), 0.0 if case == "0" else 1 - 2**-53
+    for _ in range(30):
+        inputs = drawn_tree(draws, SHAPES["tree"][0])
+        p, tokens = inputs["p"], inputs["tokens"]
+        for node, parent in enumerate(inputs["parents"]):
+            if node and draws.random() < 0.4:
+                p[parent, tokens[node]] = 0
+        for node in range(len(p)):
+            p[node, draws.randrange(p.shape[1])] += 0.5  # never all 0
+            p[node] /= p[node].sum()
+        inputs["u"][:, draws.randrange(2)] = end
+        compare(impl, inputs, want=walked(**inputs))
+
+
 @check("17.3", seconds=5)
 def test_more_siblings_than_the_draft_has_tokens(impl, seed):
     """q has two tokens, and both were drawn: nothing is left of it, and p is still a

@@ -4,6 +4,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from solutions.l18_weight_quantization import NF4
 from tests.exercises.checking import (
@@ -88,6 +89,7 @@ GRID_CASES = {  # name: (N, K, group_size, e4m3_scale, what is done to the matri
     "all_positive": (2, 16, 8, 0.01, "positive", "the range holds 0 though no weight is near it"),
     "all_negative": (2, 16, 8, 0.01, "negative", "the largest |w| may be a negative one"),
     "beyond_448": (2, 16, 8, 1e-4, "nothing", "what overflows in E4M3 saturates"),
+    "large": (2, 16, 8, 16.0, "large", "448 is the largest code, not the largest weight"),
     "tiny": (2, 16, 8, 16.0, "nothing", "small ratios are on E4M3's even steps near 0"),
     "a_group_of_zeros": (2, 16, 8, 0.01, "zeros", "0 / 0 is no weight"),
 }
@@ -103,6 +105,8 @@ def matrix_for(case: str, seed: int) -> tuple[dict, dict]:
             weight *= torch.tensor([0.1, 1.0, 3.0, 0.5])[:, None] + torch.arange(K) // group_size
         if change in ("positive", "negative"):
             weight = (weight.abs() + 2) * (1 if change == "positive" else -1)
+        if change == "large":
+            weight *= 1000
         if change == "zeros":
             weight[1, :group_size] = 0
         inputs = dict(weight=weight, group_size=group_size, e4m3_scale=e4m3_scale)
@@ -241,14 +245,20 @@ def test_packed_layer(impl, case, seed):
     assert_close(got, want, atol=1e-4, rtol=1e-5, dtype=torch.float32, label="the product")
 
 
+def tensors_in(value) -> list[Tensor]:
+    """Those in lists, tuples and dictionaries as well."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 @check("18.2", seconds=5)
 def test_the_bytes_are_read(impl, seed):
     """Other bytes in `packed` are another matrix, and nothing else is kept."""
     inputs, other = layer_for(seed, K=32), layer_for(seed + 1, K=32)
     layer = impl(**inputs)
-    kept = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+    layer(torch.eye(32))  # which may not keep anything, either
+    kept = {name: value for name, value in vars(layer).items() if tensors_in(value)}
     most = 3 * 16 + sum(inputs[name].nbytes for name in ("scales", "zeros"))
-    kept_bytes = sum(tensor.nbytes for tensor in kept.values())
+    kept_bytes = sum(tensor.nbytes for tensor in tensors_in(list(kept.values())))
     assert kept_bytes <= most, (
         f"the layer keeps {kept_bytes} bytes in {sorted(kept)}; the packed codes, the scales and "
         f"the zeros are {most}"
@@ -349,13 +359,29 @@ def test_gptq(impl, case, seed):
     assert_gptq(impl, *problem(seed, **GPTQ_CASES[case][0]))
 
 
+CLAMPED = {  # name: (sign of the weights, codes, why)
+    "above_7": (1, [-7, 0, 7, 1], "feedback makes a weight larger than its scale was chosen for"),
+    "below_-8": (-1, [7, 0, -8, -2], "the codes reach to -8, and the error is that of the code"),
+}
+
+
+@check("18.3", {case: why for case, (*_, why) in CLAMPED.items()}, seconds=5)
+def test_codes_stay_in_four_bits(impl, case, seed):
+    """Column 2 becomes ±10.82. What its code does not reach goes on to column 3."""
+    sign, codes, _ = CLAMPED[case]
+    weight = sign * torch.tensor([[-7, 0.49, 6.9, 3.2]], dtype=torch.float64)
+    factor = torch.eye(4, dtype=torch.float64)
+    factor[1, 1], factor[1, 2], factor[2, 3] = 0.1, -0.8, 0.5
+    want = torch.tensor([codes]), torch.ones(1, 1, dtype=torch.float64)
+    assert_gptq(impl, dict(weight=weight, factor=factor, group_size=4), want)
+
+
 @check("18.3", seconds=5)
-def test_codes_stay_in_four_bits(impl, seed):
-    """The feedback of column 0 makes column 1 larger than what its group's scale was chosen for."""
-    weight = torch.tensor([[-7, 0.49, 6.9]], dtype=torch.float64)
-    factor = torch.tensor([[1, 0, 0], [0, 0.1, -0.8], [0, 0, 1]], dtype=torch.float64)
-    want = torch.tensor([[-7, 0, 7]]), torch.ones(1, 1, dtype=torch.float64)
-    assert_gptq(impl, dict(weight=weight, factor=factor, group_size=3), want)
+def test_ties_go_to_the_even_code(impl, seed):
+    weight = torch.tensor([[7, 2.5, -3.5, 0.5], [-1.5, 5.5, 4.5, -7]], dtype=torch.float64)
+    inputs = dict(weight=weight, factor=torch.eye(4, dtype=torch.float64), group_size=4)
+    codes = torch.tensor([[7, 2, -4, 0], [-2, 6, 4, -7]])
+    assert_gptq(impl, inputs, (codes, torch.ones(2, 1, dtype=torch.float64)))
 
 
 @check("18.3", seconds=5)

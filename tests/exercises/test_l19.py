@@ -7,8 +7,10 @@ import itertools
 from functools import cache
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.l02_naive_attention.naive import attention
+from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l19_kv_quantization import Pages
 from tests.exercises.checking import (
     assert_equal,
@@ -17,6 +19,7 @@ from tests.exercises.checking import (
     call,
     check,
     compare,
+    note,
 )
 from tests.exercises.kernel_work import kernel_does_it
 
@@ -203,6 +206,19 @@ def test_smooth_example(impl, seed):
 
 
 @check("19.2", seconds=5)
+def test_smooth_ties(impl, seed):
+    """s and all scales are 1, and a half goes to the even code."""
+    inputs = dict(
+        x=torch.tensor([[127.0, 2.5, -3.5, 0.5]]),
+        weight=torch.tensor([[127.0, 127, 127, 127], [2.5, -1.5, 0.5, 127]]),
+        act_max=torch.full((4,), 127.0),
+        alpha=0.5,
+        dtype=torch.int8,
+    )
+    assert_smoothed(call(impl, inputs), smoothed(**inputs)[0], torch.int8)
+
+
+@check("19.2", seconds=5)
 def test_smooth_without_loops(impl, seed):
     common = dict(channels=8, dtype=torch.int8, alpha=0.5)
     few = activations(seed, tokens=2, outputs=3, **common)[0]
@@ -306,12 +322,39 @@ def test_pages(impl, case, seed):
     slots, page_size = options["slots"], options["page_size"]
     pages = stale_pages(4, page_size, options["num_heads"], options["head_dim"])
     for (k, v), slot in zip(tokens, slots):
-        mine = k.clone(), v.clone()
-        impl(pages, *mine, slot)
-        assert torch.equal(k, mine[0]) and torch.equal(v, mine[1]), (
-            "your function changed k or v in place; the caller still needs them"
-        )
+        write_in_place(impl, pages, k, v, slot)
     assert_pages(pages, want, f"after slots {list(slots)}")
+
+
+def write_in_place(impl, pages, k, v, slot):
+    """Write a token; fail unless the tensors of the pages are what they were, and k and v too."""
+    held, mine = copy.copy(pages), dict(k=k.clone(), v=v.clone())
+    with NoCodeOfNaN():
+        impl(pages, **mine, slot=slot)
+    for name, given in (("k", k), ("v", v)):
+        assert torch.equal(given, mine[name]), (
+            f"your function changed its argument `{name}` in place; the caller still needs it"
+        )
+    for name, tensor in vars(held).items():
+        assert getattr(pages, name) is tensor, (
+            f"pages.{name} is another tensor now; write into the one that is there, because the "
+            "cache belongs to all sequences"
+        )
+
+
+class NoCodeOfNaN(TorchDispatchMode):
+    """Within it no NaN becomes an integer. What it becomes is another one on each processor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        given = args[1 if name == "copy_" else 0] if args else None
+        if name in ("_to_copy", "copy_") and not out.is_floating_point():
+            assert not given.is_floating_point() or not given.isnan().any(), (
+                "a NaN becomes a code: it may be 0 on this processor and is another number on the "
+                "next. Where does it come from?"
+            )
+        return out
 
 
 def assert_pages(pages, want, when):
@@ -353,6 +396,24 @@ def test_pages_example(impl, seed):
     assert codes[0] in ([64, 127], [63, 127]), (  # 63.5: float32 may round it either way
         f"k_codes of row 0 are {codes[0]}, expected [64, 127]: 127 · 0.1 / 0.2 = 63.5"
     )
+
+
+@check("19.3", seconds=5)
+def test_ties_go_to_the_even_code(impl, seed):
+    """The scales of K are 1 and then 2, those of V 1."""
+    pages = stale_pages(1, 4, 1, 3)
+    tokens = [
+        ([127.0, 127.0, 127.0], [127.0, 2.5, -3.5]),
+        ([5.0, 2.5, -3.5], [0.5, -127.0, 4.5]),
+        ([254.0, -5.0, 0.0], [-1.5, 5.5, 127.0]),
+    ]
+    for row, (k, v) in enumerate(tokens):
+        impl(pages, torch.tensor([k]), torch.tensor([v]), row)
+    k_codes = [[64, 127, 127], [2, 2, -4], [127, -5, 0]]
+    v_codes = [[127, 2, -4], [0, -127, 4], [-2, 6, 127]]
+    for label, want in (("k_codes", k_codes), ("v_codes", v_codes)):
+        got = getattr(pages, label)[0, :3, 0].double()
+        assert_equal(got, torch.tensor(want).double(), label=label)
 
 
 @check("19.3", seconds=5)
@@ -478,6 +539,34 @@ def test_nothing_is_unpacked_outside(impl, seed):
     values = 2 * inputs["k_cache"].numel()
     got = assert_largest_tensor(values, "unpack what a tile needs, in the hook", impl, **inputs)
     assert_equal(got, by_definition(**inputs), atol=5e-5, rtol=1e-4, dtype=torch.float32)
+
+
+@triton.jit
+def rows_kernel(ptr, scale_ptr, slot_ptr, out_ptr, rows, columns, LOAD: tl.constexpr):
+    """What a hook gives for a tile of 16 rows and 16 columns, of which some are in use."""
+    row, column = tl.arange(0, 16), tl.arange(0, 16)[None, :]
+    slot = tl.load(slot_ptr + row, mask=row < rows, other=0).to(tl.int64)
+    mask = (row < rows)[:, None] & (column < columns)
+    offset = slot[:, None] * (columns // 2)
+    tile = LOAD(ptr, offset, column, mask, scale_ptr, slot)
+    tl.store(out_ptr + row[:, None] * 16 + column, tile + tl.zeros((16, 16), tl.float32))
+
+
+@check("19.4", seconds=30)
+def test_what_the_mask_leaves_out_is_0(impl, seed):
+    hook = impl.__globals__.get("load_int4")
+    assert hook is not None, "`load_int4` is gone; the wrapper hands it to the kernel"
+    inputs = four_bits(seed, [3], 4, heads=(1, 1), head_dim=6)
+    first = int(inputs["block_table"][0, 0]) * 4
+    slots, out = torch.arange(first, first + 3), torch.full((16, 16), 7.0)
+    scales = inputs["k_scales"].nan_to_num(1.0)
+    rows_kernel[(1,)](inputs["k_cache"], scales, slots, out, 3, 6, LOAD=hook)
+    stored = inputs["k_cache"].flatten(0, 1)[slots, 0].int()
+    codes = torch.stack([stored % 16, stored // 16], -1).flatten(1)
+    scale, lowest = scales[0].flatten(0, 1)[slots].unsqueeze(1).unbind(-1)
+    want = torch.zeros(16, 16)
+    want[:3, :6] = codes * scale + lowest
+    assert_equal(note(out), want, atol=1e-5, label="the tile, 3 rows and 6 columns of it in use")
 
 
 test_the_kernel_does_it = kernel_does_it("19.4", lambda seed: four_bits(seed, [7, 2], 4))

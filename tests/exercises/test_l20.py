@@ -2,6 +2,7 @@
 (wrong/l20.py).
 """
 
+import copy
 import math
 from functools import cache
 
@@ -42,8 +43,13 @@ def whole_attention(x, weights, head_dim):
     return out
 
 
+def _attention(seed, heads, kv_heads):
+    """x, weights and the result: copies, because an answer might write into them."""
+    return copy.deepcopy(_attention_of(seed, heads, kv_heads))
+
+
 @cache
-def _attention(seed, heads, kv_heads, tokens=3, head_dim=4, hidden=10):
+def _attention_of(seed, heads, kv_heads, tokens=3, head_dim=4, hidden=10):
     g = torch.Generator().manual_seed(seed)
     q_size, kv_size = heads * head_dim, kv_heads * head_dim
     shapes = [(q_size, hidden), (kv_size, hidden), (kv_size, hidden), (hidden, q_size)]
@@ -138,10 +144,15 @@ def test_attention_refuses(impl, case, seed):
         impl(x, weights, 4, Ranks(int(case)))
     except ValueError as error:
         assert "size" in str(error), f"your ValueError says {error}; name size"
-    else:
+        return
+    except Exception as error:
+        kind = type(error).__name__
         raise AssertionError(
-            f"your function gave 4 query heads to {case} ranks; raise ValueError that names size"
-        )
+            f"your function raises {kind}: {error}; raise ValueError that names size"
+        ) from None
+    raise AssertionError(
+        f"your function gave 4 query heads to {case} ranks; raise ValueError that names size"
+    )
 
 
 # ---------------------------------------------------------------- 20.2 greedy
@@ -173,11 +184,19 @@ def with_ties(seed):
     return parts
 
 
-def with_forbidden(seed):
-    parts = drawn(seed, 3, 4, 12)
+def with_forbidden(seed, low=0.0):
+    parts = drawn(seed, 3, 4, 12, low=low)
     parts[0][0] = parts[2][0] = -INF  # all tokens of two ranks
     parts[1][1] = -INF
     parts[2][2, 1:] = -INF
+    return parts
+
+
+def of_many_tokens(seed):
+    """Winners whose numbers need more bits than 16-bit floats have."""
+    parts = drawn(seed, 2, 35_000, 69_999, padding=9.0)
+    for row, token in enumerate((4_099, 34_999, 35_001, 69_997)):
+        parts[token // 35_000][row, token % 35_000] = 50.0
     return parts
 
 
@@ -202,6 +221,12 @@ GREEDY_CASES = {  # name: (logits by seed, vocab_size, why)
     ),
     "ties": (with_ties, 12, "of equals the lowest number"),
     "forbidden": (with_forbidden, 12, "−inf on all tokens of a rank"),
+    "forbidden_and_quiet": (
+        lambda seed: with_forbidden(seed, low=-200.0),
+        12,
+        "a rank without a token says nothing of how large the others' logits are",
+    ),
+    "many_tokens": (of_many_tokens, 69_999, "a token's number has to arrive as it was"),
     "alone": (lambda seed: drawn(seed, 1, 6, 6), 6, "one rank"),
 }
 

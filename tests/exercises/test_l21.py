@@ -2,6 +2,7 @@
 (wrong/l21.py).
 """
 
+import copy
 import random
 from functools import cache
 
@@ -144,6 +145,17 @@ def test_switch_bfloat16(impl, seed):
     compare_switch(impl, weight, None, new, want)
 
 
+@check("21.2", seconds=5)
+def test_switch_bfloat16_between(impl, seed):
+    """What is left when the old one has gone has more bits than bfloat16, and the new one needs
+    them.
+    """
+    old, new = (adapter_of(2 * seed + at, 4, 1.0, 16, 16, most=60) for at in range(2))
+    weight = carrying(carrying(torch.zeros(16, 16), old, 1), new, -1).bfloat16()
+    want = carrying(carrying(weight, old, -1), new, 1).bfloat16()
+    compare_switch(impl, weight, old, new, want)
+
+
 def compare_switch(impl, weight, old, new, want):
     """Call and compare; neither weight nor the adapters may have changed."""
     parts = [t for a in (old, new) if a is not None for t in (a.lora_a, a.lora_b)]
@@ -166,6 +178,11 @@ def test_switch_refuses_dora(impl, seed):
         except ValueError as error:
             assert "use_dora" in str(error), f"your ValueError says {error}; name use_dora"
             continue
+        except Exception as error:
+            kind = type(error).__name__
+            raise AssertionError(
+                f"your function raises {kind}: {error}; raise ValueError that names use_dora"
+            ) from None
         raise AssertionError(
             f"your function returned a {type(got).__name__} for an adapter with use_dora; it "
             "cannot be merged by A and B alone, so raise ValueError"
@@ -187,8 +204,13 @@ def corrected(base, x, a, b, row_slots, ranks, scaling):
     return out
 
 
+def _rows(seed, **options):
+    """Inputs of lora_rows and the result: copies, because an answer might write into them."""
+    return copy.deepcopy(_rows_of(seed, **options))
+
+
 @cache
-def _rows(seed, row_slots, ranks, size, outputs, stale=float("nan")):
+def _rows_of(seed, row_slots, ranks, size, outputs, stale=float("nan")):
     g = torch.Generator().manual_seed(seed)
     num_slots, most = len(ranks), max(ranks)
     a, b = (torch.randn(num_slots, most, n, generator=g) for n in (size, outputs))
@@ -261,7 +283,7 @@ def test_rows_example(impl, seed):
 
 @check("21.3", seconds=10)
 def test_rows_without_copies(impl, seed):
-    inputs, _ = _rows(seed, (0, 1) * 6, (8, 8), size=16, outputs=16)
+    inputs, _ = _rows(seed, row_slots=(0, 1) * 6, ranks=(8, 8), size=16, outputs=16)
     because = "read the adapter of a row where it is"
     assert_largest_tensor(12 * 8 * 16, because, impl, **inputs)
 
@@ -373,9 +395,15 @@ def test_slots_example(impl, seed):
     compare(impl, dict(events=events, num_slots=1, block_size=2), want=want)
 
 
-@cache  # every wrong answer meets the same histories
 def histories(seed, num_slots):
-    """Arguments of run_slots, and what is right."""
+    """Arguments of run_slots, and what is right: copies, because an answer might write into
+    them.
+    """
+    return copy.deepcopy(_histories(seed, num_slots))
+
+
+@cache  # every wrong answer meets the same histories
+def _histories(seed, num_slots):
     draws = random.Random(seed)
     found = [history(draws, "abcd", num_slots, draws.randint(1, 3)) for _ in range(30)]
     return [(inputs, told(**inputs)) for inputs in found]

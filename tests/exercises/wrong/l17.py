@@ -53,6 +53,14 @@ answers.slips(
     without_the_cache: The mask has columns for what the cache held, and all of them are True.
     - held + depth + 1
     + depth + 1
+
+    the_last_node_is_the_deepest: The last node of a tree may be near the root: take the longest way.
+    - max(depths) + 1
+    + depths[-1] + 1
+
+    level_by_level: A tree need not be listed level by level: a node is one deeper than its parent.
+    - depths.append(depths[parent] + 1)
+    + depths.append(depths[-1] + (depths[parent] == depths[-1]))
     """,
 )
 
@@ -127,6 +135,18 @@ answers.slips(
         around.
     - logits[:-ahead], tokens[ahead:]
     + logits, tokens.roll(-ahead)
+
+    weight_not_transposed: W x of a row x is x Wᵀ.
+    - hidden @ weight.T
+    + hidden @ weight
+
+    loss_summed: A mean is over the positions that have a label: yours is their sum.
+    - logits[:-ahead], tokens[ahead:])
+    + logits[:-ahead], tokens[ahead:], reduction="sum")
+
+    labels_behind: You pair hidden states with tokens that came before them: shift the other way.
+    - logits[:-ahead], tokens[ahead:])
+    + logits[ahead:], tokens[:-ahead])
     """,
 )
 
@@ -244,6 +264,27 @@ answers.slips(
     - share = share.clone()
     - share[token] = 0
     - share = share / share.sum().clamp(min=1e-300)
+
+    at_most: A child stays only if u · q is below p: a token that the target never takes has p = 0.
+    - u[child, 0] * share[token] < rest[token]
+    + u[child, 0] * share[token] <= rest[token]
+
+    draws_with_the_number_of_the_test: u[node, 1] draws the token after a node. You take u[node, 0].
+    - u[node, 1:]
+    + u[node, :1]
+
+    q_without_the_child_too_early: The residual is what is left of p under the q that the child was
+        drawn from, so the child leaves q afterwards.
+    - rest = (rest - share).clamp(min=0)
+    - rest = rest / rest.sum()
+    - share = share.clone()
+    - share[token] = 0
+    - share = share / share.sum().clamp(min=1e-300)
+    + share = share.clone()
+    + share[token] = 0
+    + share = share / share.sum().clamp(min=1e-300)
+    + rest = (rest - share).clamp(min=0)
+    + rest = rest / rest.sum()
     """,
 )
 
@@ -318,6 +359,32 @@ answers.slips(
     the_whole_tree_is_held: Only the path stays. What comes after it will be overwritten.
     - held + len(emitted), emitted
     + held + len(tokens), emitted
+
+    only_emitted_rows_move: All rows of the path move, also those behind what left or stop cut off.
+    - kept[slots[: len(path)]] = cache[slots[path]]
+    - emitted = []
+    + emitted = []
+    - return kept, held + len(emitted), emitted
+    + kept[slots[: len(emitted)]] = cache[slots[path[: len(emitted)]]]
+    + return kept, held + len(emitted), emitted
+
+    stop_token_not_emitted: The stop token itself is emitted. Nothing comes after it.
+    - emitted.append(token)
+    - if token in stop or len(emitted) == left:
+    -     break
+    + if token in stop:
+    +     break
+    + emitted.append(token)
+    + if len(emitted) == left:
+    +     break
+
+    left_and_one_more: You emit left + 1 tokens.
+    - len(emitted) == left
+    + len(emitted) > left
+
+    first_tokens_of_the_tree: The path's tokens are tokens[node], not the first ones of the tree.
+    - (tokens[node] for node in path[1:])
+    + tokens[1 : len(path)]
     """,
 )
 

@@ -180,6 +180,15 @@ answers.slips(
     e4m3_counts_its_scale: E4M3 has one scale for the whole matrix here, which counts as 0 bits.
     - (e4m3, 8.0)
     + (e4m3, 8 + 32 / group_size)
+
+    clamped_before_the_scale: 448 is the largest code, not the largest weight: divide, then clamp.
+    - (weight / e4m3_scale).clamp(-448, 448)
+    + weight.clamp(-448, 448) / e4m3_scale
+
+    e4m3_scale_not_used: The scale of E4M3 is given. You choose another one.
+    - inside = (weight / e4m3_scale).clamp(-448, 448)
+    + e4m3_scale = weight.abs().max() / 448
+    + inside = (weight / e4m3_scale).clamp(-448, 448)
     """,
 )
 
@@ -358,6 +367,21 @@ answers.slips(
     - return x @ stored.T
     + groups = zip(x.split(self.group_size, 1), stored.split(self.group_size, 1))
     + return sum(part @ columns.T for part, columns in groups)
+
+    keeps_the_matrix: The first call leaves an unpacked matrix in the layer, eight times the bytes.
+    - return x @ stored.T
+    + self.matrix = stored
+    + return x @ stored.T
+
+    keeps_it_in_a_dictionary: The first call leaves an unpacked matrix in the layer, eight times the
+        bytes.
+    - return x @ stored.T
+    + self.cache = {"matrix": stored}
+    + return x @ stored.T
+
+    groups_of_the_example: The groups of the docstring's example have 4 columns, not those of all.
+    - (-1, self.group_size // 2)
+    + (-1, 2)
     """,
 )
 
@@ -507,6 +531,18 @@ answers.slips(
 
     in_place: Your answer is right, but the caller's weight has changed. Work on a copy.
     - weight = weight.clone()
+
+    minus_8_left_out: Codes reach from -8 to 7.
+    - clamp(-8, 7)
+    + clamp(-7, 7)
+
+    error_before_the_clamp: e is what the code misses, so it counts what the clamp cut off.
+    - (weight[:, j] - codes[:, j] * scale)
+    + (weight[:, j] - torch.round(ratio) * scale)
+
+    halves_away_from_0: torch.round takes a half to the even neighbour.
+    - torch.round(ratio)
+    + (ratio.sign() * (ratio.abs() + 0.5).floor())
     """,
 )
 
@@ -681,6 +717,18 @@ answers.slips(
     - high * x_high[None, :], axis=1)
     + high * x_high[None, :], axis=1)
     + acc = acc.to(tl.float16).to(tl.float32)
+
+    bytes_wrap: uint8 minus uint8 wraps around below 0. Convert first.
+    - zero = zero.to(tl.float32)[:, None]
+    - low = (packed & 15).to(tl.float32) - zero
+    - high = (packed >> 4).to(tl.float32) - zero
+    + zero = zero[:, None]
+    + low = ((packed & 15) - zero).to(tl.float32)
+    + high = ((packed >> 4) - zero).to(tl.float32)
+
+    shifted_as_signed: A shift of a signed byte keeps its sign: codes from 8 on become negative.
+    - high = (packed >> 4)
+    + high = (packed.to(tl.int8, bitcast=True) >> 4)
     """,
 )
 

@@ -74,6 +74,10 @@ answers.slips(
     upside_down: This is how much slower 16 bits are: turn the ratio around.
     - (many / seconds_after) / (few / seconds_before)
     + (few / seconds_before) / (many / seconds_after)
+
+    seconds_in_the_wrong_place: Tokens a second are tokens divided by seconds: you multiply by them.
+    - (many / seconds_after) / (few / seconds_before)
+    + (many * seconds_after) / (few * seconds_before)
     """,
 )
 
@@ -228,6 +232,23 @@ answers.slips(
     smoothed_back: s cancels already, because the weight was multiplied by it: do not undo it in x.
     - (x_codes.float() @
     + (x_codes.float() * s @
+
+    minus_128: Whole numbers reach from -127 to 127.
+    - (rows / scale).clamp(-largest, largest)
+    + (rows / scale).clamp(-largest - (dtype == torch.int8), largest)
+
+    product_of_what_was_given: The product is that of the dequantized matrices, not the exact one.
+    - (x_codes.float() @ w_codes.float().T) * x_scale * w_scale.T
+    + x @ weight.T
+
+    scale_of_the_weight_before_smoothing: The weight's scale is that of its rows after they were
+        multiplied by s.
+    - w_scale = row_scale(weight)
+    + w_scale = row_scale(weight / s)
+
+    halves_away_from_0: torch.round takes a half to the even neighbour.
+    - values.round()
+    + (values.sign() * (values.abs() + 0.5).floor())
     """,
 )
 
@@ -423,6 +444,29 @@ answers.slips(
     - page, row = divmod(slot, pages.k_codes.shape[1])
     + row, page = divmod(slot, pages.k_codes.shape[1])
     + row, page = row % pages.k_codes.shape[1], page % len(pages.k_codes)
+
+    k_divided_by_0: Where all values of a channel are 0, 0 / 0 is NaN, and no integer is a NaN.
+    - divisor = torch.where(scale > 0, scale, 1.0)
+    - earlier
+    + divisor = scale
+    + earlier
+
+    v_divided_by_0: Where all values of a head are 0, 0 / 0 is NaN, and no integer is a NaN.
+    - divisor = torch.where(scale > 0, scale, 1.0)
+    - pages.v_codes
+    + divisor = scale
+    + pages.v_codes
+
+    other_tensors: The pages get new tensors, and who holds the old ones sees nothing of the token.
+    - own = pages.k_scales[page]
+    + pages.k_codes, pages.k_scales = pages.k_codes.clone(), pages.k_scales.clone()
+    + own = pages.k_scales[page]
+
+    halves_away_from_0: torch.round takes a half to the even neighbour.
+    - earlier.round()
+    + (earlier.sign() * (earlier.abs() + 0.5).floor())
+    - (v / divisor[:, None]).round()
+    + ((v / divisor[:, None]).sign() * ((v / divisor[:, None]).abs() + 0.5).floor())
     """,
 )
 
@@ -574,6 +618,11 @@ answers.slips(
     - out = q.new_empty
     + unpacked = [torch.stack([x & 15, x >> 4], -1).float() for x in (k_cache, v_cache)]
     + out = q.new_empty
+
+    lowest_is_1_where_nothing_is: Values that the mask leaves out must be 0: both numbers of a slot
+        need other=0.
+    - tl.load(pair + 1, mask=mask, other=0.0)
+    + tl.load(pair + 1, mask=mask, other=1.0)
     """,
 )
 

@@ -168,6 +168,29 @@ answers.slips(
     takes_any_size: If size does not divide the query heads, raise ValueError that names size.
     - if heads % ranks.size:
     -     raise ValueError(f"size: got {ranks.size}; accepted: a divisor of {heads} heads")
+
+    all_kv_heads_projected: You compute all KV heads and keep a rank's own: cut the weights, not the
+        result.
+    - k = x @ weights.k_proj[kv_rows].T
+    - v = x @ weights.v_proj[kv_rows].T
+    + k = (x @ weights.k_proj.T)[:, kv_rows]
+    + v = (x @ weights.v_proj.T)[:, kv_rows]
+
+    all_query_heads_projected: You compute all query heads and keep a rank's own: cut the weights,
+        not the result.
+    - q = x @ weights.q_proj[q_rows].T + weights.q_bias[q_rows]
+    + q = (x @ weights.q_proj.T + weights.q_bias)[:, q_rows]
+
+    added_beside_the_collective: The sum of the list is no collective: the one that you call carries
+        zeros.
+    - return [total + weights.o_bias for total in ranks.all_reduce(parts)]
+    + whole = sum(parts) + weights.o_bias
+    + ranks.all_reduce([torch.zeros_like(x) for _ in parts])
+    + return [whole.clone() for _ in parts]
+
+    refusal_of_another_class: A size that does not divide the heads is a ValueError.
+    - raise ValueError(
+    + raise AssertionError(
     """,
 )
 
@@ -355,6 +378,21 @@ answers.slips(
         in front either.
     - -whole.log()
     + largest.flatten() - whole.log()
+
+    token_in_16_bits: A token's number needs up to 17 bits, and float16 has 11: float32 has 24.
+    - (rank * width + place).float()
+    + (rank * width + place).half().float()
+
+    token_in_bfloat16: A token's number needs up to 17 bits, and bfloat16 has 8: float32 has 24.
+    - (rank * width + place).float()
+    + (rank * width + place).bfloat16().float()
+
+    an_empty_rank_counts_as_0: −inf is not 0: exp(0 − the largest) is infinite where all logits are
+        far below 0.
+    - best.clamp(min=torch.finfo(own.dtype).min)
+    + best.nan_to_num(neginf=0.0)
+    - (total * (best - largest).exp())
+    + (total * (best.nan_to_num(neginf=0.0) - largest).exp())
     """,
 )
 

@@ -211,6 +211,15 @@ answers.slips(
     - total = total + sign * scaling * (adapter.lora_b @ adapter.lora_a)
     + adapter.lora_b *= scaling
     + total = total + sign * (adapter.lora_b @ adapter.lora_a)
+
+    rounded_after_each: You round to weight's dtype between the two corrections: once, at the end.
+    - total = total + sign * scaling * (adapter.lora_b @ adapter.lora_a)
+    + total = total + sign * scaling * (adapter.lora_b @ adapter.lora_a)
+    + total = total.to(weight.dtype).float()
+
+    refusal_of_another_class: An adapter that cannot be merged is a ValueError.
+    - raise ValueError(
+    + raise NotImplementedError(
     """,
 )
 
@@ -564,6 +573,29 @@ answers.slips(
     + loads += 1
     - loads += 1
     + loads += 0
+
+    a_block_alone: A block's K and V depend on all in front of it: its key is the whole prefix.
+    - tuple(prompt[:end]))
+    + tuple(prompt[end - block_size : end]))
+
+    one_token_is_left: The last block counts as well, if the prompt ends with it.
+    - len(prompt) + 1, block_size
+    + len(prompt), block_size
+
+    blocks_for_tokens: tokens is a number of tokens: you count blocks.
+    - found * block_size
+    + found
+
+    the_whole_prompt_or_nothing: An earlier prompt may share a beginning: count its whole blocks.
+    - sum(prefix in computed for prefix in prefixes)
+    + len(prefixes) if prefixes and prefixes[-1] in computed else 0
+
+    by_the_last_end: The least recently *started* one goes: an end changes no order.
+    - users[adapter] -= 1
+    - continue
+    + users[adapter] -= 1
+    + slots[adapter] = slots.pop(adapter)
+    + continue
     """,
 )
 

@@ -191,6 +191,19 @@ answers.slips(
     most_at_once: in_system is how many are there on average, not at the busiest moment.
     - stays_s / duration_s
     + float(max(sum(x.due_s <= shot.due_s < x.end_s for x in shots) for shot in shots))
+
+    refused_meet_the_limit: Who got no first token did not get it within ttft_slo_s.
+    - and bool(shot.token_s)
+    - and shot.token_s[0] - shot.due_s <= ttft_slo_s
+    + and (not shot.token_s or shot.token_s[0] - shot.due_s <= ttft_slo_s)
+
+    goodput_is_a_count: Goodput is requests a second: divide by the duration.
+    - good / duration_s
+    + float(good)
+
+    the_worst_ttft: The 99th percentile lies below the largest value.
+    - float(np.percentile(ttft_s, 99))
+    + max(ttft_s)
     """,
 )
 
@@ -355,6 +368,20 @@ answers.slips(
     +     and wishes[coming].arrival <= now
     +     and (not waiting or wishes[coming].arrival < now)
     + ):
+
+    idle_at_every_end: One that comes when another ends is waiting by then: the engine is not idle.
+    - if not waiting and wishes[coming].arrival > now:
+    -     v, now = max(v, largest_finish), wishes[coming].arrival
+    + if not waiting:
+    +     v, now = max(v, largest_finish), max(now, wishes[coming].arrival)
+
+    whole_numbers_of_v: Virtual time is no whole number: tokens / weight, not tokens // weight.
+    - tokens / weights.get(user, 1.0)
+    + tokens // weights.get(user, 1.0)
+
+    the_shorter_of_equals: Among equal starts the one that came first is next, not the shorter one.
+    - waiting.sort()
+    + waiting.sort(key=lambda entry: (entry[0], entry[2]))
     """,
 )
 
@@ -662,6 +689,20 @@ answers.slips(
     - self.has_work.clear()
     + if self.has_work.is_set():
     +     break
+
+    yields_the_exception: `raise` the exception in the reader's stream: yielded, it is one more
+        answer.
+    - raise message
+    + yield message
+    + return
+
+    another_class_when_closed: A newcomer gets Closed.
+    - raise Closed("this server takes no new request")
+    + raise ValueError("this server takes no new request")
+
+    closed_for_those_who_wait: Closed is for newcomers. Who waits gets the exception of the step.
+    - put(inbox, error)
+    + put(inbox, Closed("the engine died"))
     """,
 )
 
