@@ -116,7 +116,9 @@ def fill_pages(ring, i, desc, rows, column):
 
 
 @gluon.jit
-def load_latents(descs, q_rings, rings, table_ptr, begin, end, row, PAGE_SIZE: gl.constexpr):
+def load_latents(
+    descs, q_rings, rings, table_ptr, num_rows, begin, end, row, PAGE_SIZE: gl.constexpr
+):
     """The queries once, then tiles of latents as buffers become free."""
     q_desc, q_pe_desc, kv_desc, pe_desc = descs
     q, q_pe = q_rings
@@ -130,20 +132,20 @@ def load_latents(descs, q_rings, rings, table_ptr, begin, end, row, PAGE_SIZE: g
         fill(q, 0, q_desc, row, 0)
         fill(q, 1, q_desc, row, HALF)
         fill(q_pe, 0, q_pe_desc, row, 2 * HALF)
-    last = (end - 1) // PIECE * PIECE  # what follows is in no page of the sequence
     for i in range(num_tiles):
         rows = ()
         for piece in gl.static_range(PIECES):
-            key = gl.minimum(begin + i * BLOCK_N + piece * PIECE, last)
-            page = gl.load(table_ptr + key // PAGE_SIZE)
-            rows = rows + (page * PAGE_SIZE + key % PAGE_SIZE,)
+            key = begin + i * BLOCK_N + piece * PIECE
+            page = gl.load(table_ptr + key // PAGE_SIZE, mask=key < end, other=0)
+            # TMA gives zeros for what is beyond the pool's last row
+            rows = rows + (gl.where(key < end, page * PAGE_SIZE + key % PAGE_SIZE, num_rows),)
         fill_pages(left, i, kv_desc, rows, 0)
         fill_pages(right, i, kv_desc, rows, HALF)
         fill_pages(pe, i, pe_desc, rows, 2 * HALF)
 
 
 @gluon.jit
-def scores_of(q_rings, rings, i, scale_log2e, start, end, SCORES: gl.constexpr):
+def scores_of(q_rings, rings, i, zero, scale_log2e, start, end, SCORES: gl.constexpr):
     """Scaled scores of tile i, [BLOCK_H, BLOCK_N]; its keys begin at `start`. All of K is read."""
     q, q_pe = q_rings
     left, right, pe = rings
@@ -151,11 +153,11 @@ def scores_of(q_rings, rings, i, scale_log2e, start, end, SCORES: gl.constexpr):
     BLOCK_N: gl.constexpr = left[0].shape[1]
     k_left = wait_for(left, i).permute((1, 0))
     scores = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
-    adding = warpgroup_mma(tile_of(q, 0), k_left, scores, use_acc=False, is_async=True)
+    adding = warpgroup_mma(tile_of(q, zero), k_left, scores, use_acc=False, is_async=True)
     k_right = wait_for(right, i).permute((1, 0))
-    adding = warpgroup_mma(tile_of(q, 1), k_right, adding, is_async=True)
+    adding = warpgroup_mma(tile_of(q, 1 + zero), k_right, adding, is_async=True)
     k_pe = wait_for(pe, i).permute((1, 0))
-    adding = warpgroup_mma(tile_of(q_pe, 0), k_pe, adding, is_async=True)
+    adding = warpgroup_mma(tile_of(q_pe, zero), k_pe, adding, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(adding,))
     release(left, i)
     release(right, i)
@@ -188,22 +190,31 @@ def leave_weights(pe, weights_ready, side, i, weights):
 
 @gluon.jit
 def values_of(ring, i, start, end):
-    """Tile i of V, this warpgroup's columns. Rows that are no key of the program become 0, because
-    0 · NaN is NaN.
+    """Tile i of V, this warpgroup's columns. Its rows from the sequence's end to the page's become
+    0, because 0 · NaN is NaN. Eight rows of 64 columns, 1 KiB, lie together.
     """
     tile = tile_of(ring, i)
     BLOCK_N: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = 64
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if start + BLOCK_N > end:
-        row = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        is_key = gl.expand_dims(row < end, 1) & gl.full([BLOCK_N, COLUMNS], True, gl.int1, LAYOUT)
-        for part in gl.static_range(tile.shape[1] // COLUMNS):
-            columns = tile.slice(part * COLUMNS, COLUMNS, 1)
-            columns.store(gl.where(is_key, columns.load(LAYOUT), 0.0))
+    GROUPS: gl.constexpr = BLOCK_N // 8
+    PARTS: gl.constexpr = tile.shape[1] // 64
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    if (start < end) & (start + BLOCK_N > end):
+        groups = tile._reinterpret(tile.dtype, [PARTS * GROUPS, 8, 64], tile.layout)
+        for group in range((end - start) // 8, GROUPS):
+            row = start + group * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            is_key = gl.expand_dims(row < end, 1) & gl.full([8, 64], True, gl.int1, LAYOUT)
+            for part in gl.static_range(PARTS):
+                rows = groups.index(part * GROUPS + group)
+                rows.store(gl.where(is_key, rows.load(LAYOUT), 0.0))
         fence_async_shared()
         gl.barrier()
     return tile
+
+
+@gluon.jit
+def hidden_zero():
+    """0, and the compiler does not know it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -245,11 +256,12 @@ def compute_half(
         wait_for(q_rings[0], 1)
         wait_for(q_rings[1], 0)
     for pair in range(num_tiles // 2):
-        a, b, phase = 2 * pair, 2 * pair + 1, pair & 1
+        zero = hidden_zero()
+        a, b, phase = 2 * pair + zero, 2 * pair + 1 + zero, pair & 1
         start_a = begin + a * BLOCK_N
         start_b = start_a + BLOCK_N
         if SIDE == 0:
-            scores = scores_of(q_rings, rings, a, scale_log2e, start_a, end, SCORES)
+            scores = scores_of(q_rings, rings, a, zero, scale_log2e, start_a, end, SCORES)
             m_a = gl.maximum(m_i, gl.max(scores, 1))
             tell(maxima, max_ready, 0, m_a)
             p = gl.exp2(scores - gl.expand_dims(m_a, 1))
@@ -274,7 +286,7 @@ def compute_half(
             release(v, b)
             release(pe, b)
         else:
-            scores = scores_of(q_rings, rings, b, scale_log2e, start_b, end, SCORES)
+            scores = scores_of(q_rings, rings, b, zero, scale_log2e, start_b, end, SCORES)
             m_a = hear(maxima, max_ready, 0, phase, ROW)
             m_b = gl.maximum(m_a, gl.max(scores, 1))
             tell(maxima, max_ready, 1, m_b)
@@ -331,6 +343,7 @@ def paged_mla_hopper_kernel(
     num_heads,
     split_size,
     stride_table,
+    num_rows,
     PAGE_SIZE: gl.constexpr,
     LISTED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -374,7 +387,7 @@ def paged_mla_hopper_kernel(
             (compute_half, (1, shared, num_heads, scale_log2e, keys, SCORES, OUT)),
             (
                 load_latents,
-                (descs, q_rings, (left, right, pe), table_ptr, begin, end, row, PAGE_SIZE),
+                (descs, q_rings, (left, right, pe), table_ptr, num_rows, begin, end, row, PAGE_SIZE),
             ),
         ],
         [num_warps, 1],  # of the second and the third

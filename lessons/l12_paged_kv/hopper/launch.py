@@ -69,6 +69,7 @@ def paged_mla_hopper(
                 num_heads,
                 split_size or 0,
                 block_table.stride(0),
+                len(rows),
                 PAGE_SIZE=page_size,
                 LISTED=items is not None,
                 STAGES=STAGES,
