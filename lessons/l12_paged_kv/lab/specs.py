@@ -9,6 +9,7 @@ from dataclasses import replace
 from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
+from lessons.l12_paged_kv.hopper import gluon_mla
 from lessons.l12_paged_kv.kernels.hooks import (
     causal,
     contiguous_row,
@@ -227,3 +228,5 @@ KERNELS += [
     for spec in splits.KERNELS
     if "mla_split_kernel" in spec.kernel and ("fp32" not in spec.name or not listed)
 ]
+# The same on Hopper, in Gluon.
+KERNELS += [hopper_spec(page_size, listed) for page_size in (16, 64) for listed in (False, True)]

@@ -1,0 +1,186 @@
+"""The Hopper kernel of paged latents equals the oracle on a CPU and on a Hopper GPU; planted bugs
+are caught.
+"""
+
+import random
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from lessons.l09_flash_attention.checks.gluon_cases import with_bug
+from lessons.l10_flash_decoding.splits import work_items
+from lessons.l12_paged_kv.hopper import gluon_mla, launch, tiles
+from lessons.l12_paged_kv.hopper.gluon_mla import paged_mla_hopper_kernel
+from lessons.l12_paged_kv.hopper.launch import paged_mla_hopper
+from lessons.l12_paged_kv.lab import specs
+from lessons.l12_paged_kv.lab.testing import DEVICE, decoded, paged
+from lessons.toolbox.gpu.faults import Fault
+from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.measure.device import machine_chip
+from lessons.toolbox.proof.numerics import NotEquivalent, prove
+
+SCALE = 0.1
+
+
+@pytest.fixture
+def hopper_or_cpu():
+    on_gpu = DEVICE.type == "cuda"
+    if (10 * torch.cuda.get_device_capability()[0] if on_gpu else machine_chip()) != 90:
+        pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+
+
+@pytest.fixture
+def compiled_on_cpu(hopper_or_cpu):
+    if DEVICE.type == "cuda":
+        pytest.skip("NOT RUN: needs a process without a GPU")
+
+
+def inputs_of(lengths, seed, block_size=64, heads=16, rank=128, kind="normal"):
+    """q: [B, heads, rank + 64]; latents, whose rows have gaps; table, lengths. Pages in random
+    order; rows that hold no token are NaN.
+    """
+    sizes = heads, 1, rank + 64, 1
+    q, rows, _, table, lens = paged(
+        lengths, block_size=block_size, heads=sizes, dtype=torch.bfloat16, seed=seed, kind=kind
+    ).decode
+    return q, rows[:, :, 0], table, lens
+
+
+def plain(q, rows, table, lens):
+    """The definition: gather, then lesson 2's attention with the latents as keys and values."""
+    cache = rows[:, :, None]
+    return decoded(q, cache, cache[..., : q.shape[2] - 64], table, lens, softmax_scale=SCALE)
+
+
+def fast(kernel=paged_mla_hopper, **options):
+    def run(q, *rest):
+        return kernel(q, *rest, softmax_scale=SCALE, kv_lora_rank=q.shape[2] - 64, **options)
+
+    return run
+
+
+# ---------------------------------------------------------------- equal to the oracle
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 192])
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_pages_of_any_size(block_size, seed, proof, hopper_or_cpu):
+    """Ragged lengths: no token, one, a page and one more or less, a pair of tiles and one more."""
+    lengths = [0, 1, block_size - 1, block_size, block_size + 1, 63, 65, 128, 129]
+    given = inputs_of(random.Random(seed).sample(lengths, 5), seed, block_size)
+    proof.record(paged_mla_hopper_kernel, prove(fast(num_splits=1), plain, given))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 65, 128])
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_any_number_of_heads(heads, seed, proof, hopper_or_cpu):
+    given = inputs_of([70, 150], seed, heads=heads)
+    proof.record(paged_mla_hopper_kernel, prove(fast(num_splits=2), plain, given))
+
+
+@pytest.mark.parametrize("rank", [128, 256, 512])
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_any_rank(rank, seed, proof, hopper_or_cpu):
+    given = inputs_of([200], seed, heads=64, rank=rank)
+    proof.record(paged_mla_hopper_kernel, prove(fast(num_splits=1), plain, given))
+
+
+@pytest.mark.parametrize("options", [dict(num_splits=3), dict(num_splits=9), dict(split_size=64)])
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_splits(options, seed, proof, hopper_or_cpu):
+    """Some are empty; what was in the partial results before does not matter."""
+    given = inputs_of([1, 64, 65, 300], seed, 32)
+    proof.record(paged_mla_hopper_kernel, prove(fast(**options), plain, given))
+
+
+@pytest.mark.parametrize("kind", ["large", "outlier", "tiny", "constant"])
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_hard_inputs(kind, seed, proof, hopper_or_cpu):
+    given = inputs_of([40, 200], seed, kind=kind)
+    proof.record(paged_mla_hopper_kernel, prove(fast(num_splits=1), plain, given))
+
+
+@pytest.mark.parametrize("lengths", [[9, 300, 33], [0, 1, 700, 64]])
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_a_list_of_splits(lengths, seed, proof, hopper_or_cpu):
+    """Lesson 10's list: a long sequence in many items, others in one, and idle ones."""
+
+    def run(q, rows, table, lens):
+        items = work_items(lens, 1, 8, launch.BLOCK_N)
+        return fast(items=items)(q, rows, table, lens)
+
+    proof.record(paged_mla_hopper_kernel, prove(run, plain, inputs_of(lengths, seed)))
+
+
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_every_order_of_events_gives_the_same_bits(seed, compiled_on_cpu):
+    """Programs, and the ends of copies, in four drawn orders."""
+    given = inputs_of([300, 70], seed)
+    first, *others = [fast(num_splits=1)(*given) for _ in range(4)]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.sample(1, of="the Hopper kernel of latents")
+def test_probes_with_known_answers(seed, compiled_on_cpu):
+    """Latents of 1 give 1; a query of 0 gives the mean of the sequence's latents."""
+    q, rows, table, lens = inputs_of([150], seed)
+    rows = torch.where(rows.isnan(), rows, torch.ones_like(rows))
+    assert (fast(num_splits=1)(q, rows, table, lens) == 1).all()
+    q, rows, table, lens = inputs_of([150], seed)
+    out = fast(num_splits=1)(torch.zeros_like(q), rows, table, lens)
+    mean = rows[table[0, :3].long()].flatten(0, 1)[:150, :128].double().mean(0)
+    torch.testing.assert_close(out[0, 0].double(), mean, atol=2e-3, rtol=1e-2)
+
+
+def test_what_it_does_not_do_is_refused():
+    given = [x.cpu() for x in inputs_of([70], 0)]
+    q, rows, table, lens = given
+    run = fast(num_splits=1)
+    with pytest.raises(ValueError, match=r"q, kv_lora_rank: got torch.float32"):
+        run(q.float(), rows.float(), table, lens)
+    with pytest.raises(ValueError, match="latents: got blocks of 24 tokens"):
+        run(q, rows[:, :24], table.expand(1, 9).clamp(max=0), lens)
+    with pytest.raises(ValueError, match="q: got strides"):
+        run(torch.cat([q, q], 1)[:, ::2], rows, table, lens)
+    with pytest.raises(ValueError, match="latents: got strides"):
+        run(q, rows[:, :32], table.expand(1, 9).clamp(max=0), lens)
+    with pytest.raises(ValueError, match="split_size: got 65"):
+        fast(split_size=65)(*given)
+    with pytest.raises(ValueError, match="accepted: one of the two"):
+        fast(split_size=64, num_splits=2)(*given)
+
+
+# ---------------------------------------------------------------- planted bugs
+
+WAIT = "    acc = warpgroup_mma_wait(0, deps=(adding,))\n    release(v, a)\n"
+# name: (the module, the line, what it becomes)
+BUGS = {
+    "the pages' rows from the pool's start": (tiles, "page * PAGE_SIZE + key", "key"),
+    "the first page for all": (tiles, "table_ptr + key // PAGE_SIZE", "table_ptr"),
+    "every page from its first row": (tiles, "+ key % PAGE_SIZE,", "+ 0 * key,"),
+}
+
+
+def shown_by(kernel, seed: int) -> None:
+    """Raises NotEquivalent for every bug of BUGS."""
+    for block_size, lengths, splits in [(64, [260, 30], 1), (16, [70, 200], 2)]:
+        given = inputs_of(lengths, seed, block_size, heads=65)
+        prove(fast(kernel, num_splits=splits), plain, given)
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+@pytest.mark.compiler
+def test_the_compiler_spills_nothing_and_serializes_nothing():
+    reports = check_all(spec for spec in specs.KERNELS if spec.name.startswith("hopper_page"))
+    assert len(reports) == 4
+    for report in reports:
+        if (report.error or "").startswith("not run"):
+            pytest.skip(report.error)
+        assert report.fits and report.registers <= 168 and not report.serialized_wgmma, report
+        assert report.matrix_instruction == "HGMMA" and report.tma_instructions, report
+        # A tile of K and V in two buffers, and the queries: 9 columns of tiles of 64 x 64, thrice.
+        assert 3 * 9 * 64 * 64 * 2 < report.shared_bytes <= 227 * 1024
