@@ -4,7 +4,6 @@ are caught.
 
 import random
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from lessons.l12_paged_kv.lab.testing import DEVICE, decoded, paged
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.measure.device import machine_chip
-from lessons.toolbox.proof.numerics import NotEquivalent, prove
+from lessons.toolbox.proof.numerics import NotEquivalent, floor_for, prove
 
 SCALE = 0.1
 
@@ -95,11 +94,12 @@ def test_splits(options, seed, proof, hopper_or_cpu):
     proof.record(paged_mla_hopper_kernel, prove(fast(**options), plain, given))
 
 
-@pytest.mark.parametrize("kind", ["large", "outlier", "tiny", "constant"])
+@pytest.mark.parametrize("kind", ["large_logits", "ascending", "all_negative", "tied"])
 @pytest.mark.sample(1, of="the Hopper kernel of latents")
 def test_hard_inputs(kind, seed, proof, hopper_or_cpu):
     given = inputs_of([40, 200], seed, kind=kind)
-    proof.record(paged_mla_hopper_kernel, prove(fast(num_splits=1), plain, given))
+    floor = floor_for(torch.bfloat16, kind)
+    proof.record(paged_mla_hopper_kernel, prove(fast(num_splits=1), plain, given, floor=floor))
 
 
 @pytest.mark.parametrize("lengths", [[9, 300, 33], [0, 1, 700, 64]])
@@ -154,20 +154,130 @@ def test_what_it_does_not_do_is_refused():
 
 # ---------------------------------------------------------------- planted bugs
 
-WAIT = "    acc = warpgroup_mma_wait(0, deps=(adding,))\n    release(v, a)\n"
-# name: (the module, the line, what it becomes)
+LEFT_WAIT = """    acc = warpgroup_mma_wait(0, deps=(adding,))
+    release(v, a)
+    acc = acc * column(beta, OUT)
+    values = values_of"""
+SCORES_WAIT = "    scores = warpgroup_mma_wait(0, deps=(adding,))\n"
+FENCED = "    fence_async_shared()\n    mbarrier.arrive"
+RACE = r"race in shared memory|deadlock|more arrivals|is read while"
+WAITS = r"deadlock in program .* at the mbarrier of "
+# name: (the line, what it becomes, what the error says; "" where only the numbers show it)
 BUGS = {
-    "the pages' rows from the pool's start": (tiles, "page * PAGE_SIZE + key", "key"),
-    "the first page for all": (tiles, "table_ptr + key // PAGE_SIZE", "table_ptr"),
-    "every page from its first row": (tiles, "+ key % PAGE_SIZE,", "+ 0 * key,"),
-}
+    "the row in the page is the row in the pool": ("page * PAGE_SIZE + key %", "key %", ""),
+    "the first page for all": ("key // PAGE_SIZE, mask", "key * 0, mask", ""),
+    "every page from its first row": ("+ key % PAGE_SIZE", "+ key * 0", ""),
+    "every piece from the tile's first page": (
+        "begin + i * BLOCK_N + piece * PIECE",
+        "begin + i * BLOCK_N + 0 * piece",
+        "",
+    ),
+    "the table is read beyond the sequence": ("mask=key < end, other=0)", ")", ""),
+    "rows that hold no key are not zeroed": (
+        "if (start < end) & (start + BLOCK_N > end):",
+        "if (start < end) & (start + BLOCK_N < 0):",
+        "",
+    ),
+    "zeroed rows are not seen by the products": (
+        "        fence_async_shared()\n        gl.barrier()\n",
+        "        gl.barrier()\n",
+        "",
+    ),
+    "the last key is not seen": ("key < end, 0)", "key < end - 1, 0)", ""),
+    "a key too many is seen": ("key < end, 0)", "key < end + 1, 0)", ""),
+    "rows of the neighbour's table": (
+        "block_table_ptr + sequence * stride_table",
+        "block_table_ptr + 0 * sequence * stride_table",
+        "",
+    ),
+    "every block of heads has the first heads": (
+        ".to(gl.int32) + gl.program_id(0) * BLOCK_H",
+        ".to(gl.int32)",
+        "",
+    ),
+    "the right half is the left one": ("fill_pages(right, i, kv_desc, rows, HALF)",
+        "fill_pages(right, i, kv_desc, rows, 0)", ""),
+    "q's halves in one buffer": ("tile_of(q, 1 + zero)", "tile_of(q, zero)", ""),
+    "without the rotary part": (
+        "adding = warpgroup_mma(tile_of(q_pe, zero), k, adding, is_async=True)",
+        "wait_for(q_pe, 0)",
+        "",
+    ),
+    "acc is not rescaled by the other's maximum": (
+        "    acc = acc * column(beta, OUT)\n    values = values_of",
+        "    values = values_of",
+        "",
+    ),
+    "l is not rescaled by the other's maximum": ("m_b, l_i * beta, acc", "m_b, l_i, acc", ""),
+    "l of both sides is scaled by one": ("l_i * alpha * beta + gl", "l_i * beta + gl", ""),
+    "each side keeps its own maximum": ("gl.maximum(m_a, gl.max(scores, 1))", "gl.max(scores, 1)", ""),
+    "only its own tiles in the sum": ("    l_i += hear(sums, 1 - SIDE, 0, ROW)\n", "", ""),
+    "the log-sum-exp in base 2": (" * 0.6931471805599453", "", ""),
+    "scores used before their wait": (
+        SCORES_WAIT,
+        SCORES_WAIT.replace("wait(0", "wait(1"),
+        r"is read while a matrix product \(wgmma\) fills it",
+    ),
+    "K freed before its product has ended": (
+        SCORES_WAIT + "    release(left, i)\n",
+        "    release(left, i)\n" + SCORES_WAIT,
+        RACE,
+    ),
+    "V freed before its product has ended": (
+        LEFT_WAIT,
+        LEFT_WAIT.replace(
+            "    acc = warpgroup_mma_wait(0, deps=(adding,))\n    release(v, a)\n",
+            "    release(v, a)\n    acc = warpgroup_mma_wait(0, deps=(adding,))\n",
+        ),
+        RACE,
+    ),
+    "one reader is enough to free": ("count=READERS", "count=1", RACE),
+    "the weights' place is freed by no reader": ("    release(pe, b)\n", "", WAITS),
+    "the weights are read before they are there": (
+        "    mbarrier.wait(flags.index(1), phase)\n",
+        "",
+        "",
+    ),
+    "the maxima are read before they are there": (
+        "    mbarrier.wait(numbers[1].index(side), phase)\n",
+        "",
+        "",
+    ),
+    "the phase of the exchange never turns": ("zero, phase = hidden_zero(), pair & 1\n    a, b = 2 * pair + zero, 2 * pair + 1 + zero\n    start = begin + a", "zero, phase = hidden_zero(), 0\n    a, b = 2 * pair + zero, 2 * pair + 1 + zero\n    start = begin + a", ""),
+    "the weights are stored without a fence": (FENCED, "    mbarrier.arrive", r""),
+    "no wait for a free buffer": ("    mbarrier.wait(free.index(stage), phase ^ 1)\n", "", RACE),
+    "half of the bytes expected": (
+        "PIECES * desc.block_type.nbytes)",
+        "PIECES * desc.block_type.nbytes // 2)",
+        RACE,
+    ),
+    "pieces of pages at one place": ("slice(piece * PIECE, PIECE)", "slice(0 * PIECE, PIECE)", ""),
+    "an odd number of tiles": (
+        "+ 2 * BLOCK_N - 1) // (2 * BLOCK_N) * 2",
+        "+ BLOCK_N - 1) // BLOCK_N",
+        "",
+    ),
+    "partial results of one head": ("(place + head * step) * (2", "(place + head) * (2", ""),
+}  # fmt: skip
 
 
 def shown_by(kernel, seed: int) -> None:
     """Raises NotEquivalent for every bug of BUGS."""
-    for block_size, lengths, splits in [(64, [260, 30], 1), (16, [70, 200], 2)]:
+    for block_size, lengths, splits in [(64, [330, 30], 1), (16, [70, 200], 2)]:
         given = inputs_of(lengths, seed, block_size, heads=65)
         prove(fast(kernel, num_splits=splits), plain, given)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sample(1)
+def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu, monkeypatch):
+    old, new, said = BUGS[bug]
+    wrong = with_bug(gluon_mla, tiles, old, new, tmp_path).paged_mla_hopper_kernel
+    monkeypatch.setattr(launch, "paged_mla_hopper_kernel", wrong)
+    with pytest.raises(NotEquivalent) as caught:
+        shown_by(paged_mla_hopper, seed)
+    assert re.search(said, str(caught.value)), caught.value
+    assert not said or isinstance(caught.value, Fault)
 
 
 # ---------------------------------------------------------------- the compiler

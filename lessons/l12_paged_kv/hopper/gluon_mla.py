@@ -264,12 +264,12 @@ def paged_mla_hopper_kernel(
     keys = begin, end
     descs = q_desc, q_pe_desc, kv_desc, pe_desc
     pages = block_table_ptr + sequence * stride_table, num_rows
-    row = (sequence * num_heads).to(gl.int32) + gl.program_id(0) * BLOCK_H
+    query = (sequence * num_heads).to(gl.int32) + gl.program_id(0) * BLOCK_H
     gl.warp_specialize(
         [
             (compute_half, (0, shared, keys, scale_log2e, SCORES, OUT)),
             (compute_half, (1, shared, keys, scale_log2e, SCORES, OUT)),
-            (load_latents, (descs, rings, pages, keys, row, PAGE_SIZE)),
+            (load_latents, (descs, rings, pages, keys, query, PAGE_SIZE)),
         ],
         [num_warps, 1],  # of the second and the third
         [240, 24],  # registers a thread: the producer's go to the consumers

@@ -96,8 +96,8 @@ def fill_pages(ring, i, desc, rows, column):
 
 
 @gluon.jit
-def load_latents(descs, rings, pages, keys, row, PAGE_SIZE: gl.constexpr):
-    """The queries once, then tiles of latents as buffers become free. row: of the first query."""
+def load_latents(descs, rings, pages, keys, query, PAGE_SIZE: gl.constexpr):
+    """The queries once, then tiles of latents as buffers become free. query: the row of the first."""
     q_desc, q_pe_desc, kv_desc, pe_desc = descs
     q, q_pe, left, right, pe = rings
     table_ptr, num_rows = pages
@@ -107,16 +107,17 @@ def load_latents(descs, rings, pages, keys, row, PAGE_SIZE: gl.constexpr):
     BLOCK_N: gl.constexpr = left[0].shape[1]
     num_tiles = num_tiles_of(begin, end, BLOCK_N)
     if num_tiles > 0:
-        fill(q, 0, q_desc, row, 0)
-        fill(q, 1, q_desc, row, HALF)
-        fill(q_pe, 0, q_pe_desc, row, 2 * HALF)
+        fill(q, 0, q_desc, query, 0)
+        fill(q, 1, q_desc, query, HALF)
+        fill(q_pe, 0, q_pe_desc, query, 2 * HALF)
     for i in range(num_tiles):
         rows = ()
         for piece in gl.static_range(BLOCK_N // PIECE):
             key = begin + i * BLOCK_N + piece * PIECE
             page = gl.load(table_ptr + key // PAGE_SIZE, mask=key < end, other=0)
             # TMA gives zeros for what is beyond the pool's last row
-            rows = (*rows, gl.where(key < end, page * PAGE_SIZE + key % PAGE_SIZE, num_rows))
+            row = gl.where(key < end, page * PAGE_SIZE + key % PAGE_SIZE, num_rows)
+            rows = rows + (row,)  # noqa: RUF005, because Gluon knows no *rows
         fill_pages(left, i, kv_desc, rows, 0)
         fill_pages(right, i, kv_desc, rows, HALF)
         fill_pages(pe, i, pe_desc, rows, 2 * HALF)
