@@ -9,7 +9,7 @@ from dataclasses import replace
 from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
-from lessons.l12_paged_kv.hopper import gluon_mla
+from lessons.l12_paged_kv.kernels.hopper import gluon_mla
 from lessons.l12_paged_kv.kernels.hooks import (
     causal,
     contiguous_row,
@@ -152,7 +152,7 @@ def hopper_spec(page_size: int, listed: bool) -> KernelSpec:
     piece = min(page_size, gluon_mla.BLOCK_N)
     tile = "tensordesc<bf16[{}, {}],{}>".format
     return KernelSpec(
-        f"{ROOM}.hopper.gluon_mla:paged_mla_hopper_kernel",
+        f"{ROOM}.kernels.hopper.gluon_mla:paged_mla_hopper_kernel",
         name=f"hopper_page_{page_size}{'_listed' if listed else ''}",
         signature={
             "q_desc": tile(gluon_mla.BLOCK_H, 256, layout),

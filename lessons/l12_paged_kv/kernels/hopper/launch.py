@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lessons.l10_flash_decoding.splits import WorkItems, plan_splits, sms_of
-from lessons.l12_paged_kv.hopper.gluon_mla import (
+from lessons.l12_paged_kv.kernels.hopper.gluon_mla import (
     BLOCK_H,
     BLOCK_N,
     NUM_WARPS,

@@ -17,7 +17,7 @@ Source: DeepSeek, FlashMLA, docs/20250422-new-kernel-deep-dive.md (the "seesaw" 
 """
 
 from lessons.l09_flash_attention.hopper.rings import allocate_ring, release, tile_of, wait_for
-from lessons.l12_paged_kv.hopper.tiles import (
+from lessons.l12_paged_kv.kernels.hopper.tiles import (
     allocate_flags,
     allocate_numbers,
     allocate_pages,
