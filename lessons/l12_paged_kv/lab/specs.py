@@ -9,7 +9,6 @@ from dataclasses import replace
 from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
-from lessons.l12_paged_kv.kernels.hopper import gluon_mla
 from lessons.l12_paged_kv.kernels.hooks import (
     causal,
     contiguous_row,
@@ -19,6 +18,7 @@ from lessons.l12_paged_kv.kernels.hooks import (
     paged_row,
     plain_load,
 )
+from lessons.l12_paged_kv.kernels.hopper import gluon_mla
 from lessons.l12_paged_kv.kernels.latents import paged_tiles
 from lessons.l12_paged_kv.kernels.launch import narrower, sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec

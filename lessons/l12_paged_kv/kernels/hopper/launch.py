@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lessons.l10_flash_decoding.splits import WorkItems, plan_splits, sms_of
+from lessons.l12_paged_kv.kernels.arguments import check_paged_latents
 from lessons.l12_paged_kv.kernels.hopper.gluon_mla import (
     BLOCK_H,
     BLOCK_N,
@@ -14,7 +15,6 @@ from lessons.l12_paged_kv.kernels.hopper.gluon_mla import (
     gl,
     paged_mla_hopper_kernel,
 )
-from lessons.l12_paged_kv.kernels.arguments import check_paged_latents
 from lessons.l12_paged_kv.kernels.launch import merged, room_for
 from lessons.toolbox.gpu.gluon import on_the_machine
 from lessons.toolbox.kernels.triton_ import triton
