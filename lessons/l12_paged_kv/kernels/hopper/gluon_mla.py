@@ -72,8 +72,6 @@ def scores_of(rings, i, zero, start, end, scale_log2e, SCORES: gl.constexpr):
     k = wait_for(pe, i).permute((1, 0))
     adding = warpgroup_mma(tile_of(q_pe, zero), k, adding, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(adding,))
-    release(left, i)
-    release(right, i)
     key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     is_key = gl.expand_dims(key < end, 0) & gl.full([BLOCK_H, BLOCK_N], True, gl.int1, SCORES)
     return gl.where(is_key, scores * scale_log2e, float("-inf"))
@@ -118,8 +116,8 @@ def step_left(rings, exchange, pair, keys, scale_log2e, state, SCORES: gl.conste
 
 @gluon.jit
 def step_right(rings, exchange, pair, keys, scale_log2e, state, SCORES: gl.constexpr):
-    """Warpgroup 1 and a pair of tiles: the scores of the second, `b`. Its softmax runs beside its
-    product of `a`.
+    """Warpgroup 1 and a pair of tiles: the scores of the second, `b`, after the product of the first,
+    so that the buffers of `a` are filled again while `b` is used.
     """
     _q, _q_pe, _left, v, pe = rings
     maxima, flags = exchange
@@ -130,24 +128,24 @@ def step_right(rings, exchange, pair, keys, scale_log2e, state, SCORES: gl.const
     zero, phase = hidden_zero(), pair & 1
     a, b = 2 * pair + zero, 2 * pair + 1 + zero
     start = begin + b * BLOCK_N
-    scores = scores_of(rings, b, zero, start, end, scale_log2e, SCORES)
     m_a = hear(maxima, 0, phase, gl.SliceLayout(1, SCORES))
-    m_b = gl.maximum(m_a, gl.max(scores, 1))
-    tell(maxima, 1, m_b)
     alpha = gl.exp2(m_i - m_a)
     acc = acc * column(alpha, OUT)
     mbarrier.wait(flags.index(0), phase)
     values = values_of(v, a, start - BLOCK_N, end)
     adding = warpgroup_mma(tile_of(pe, a), values, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(adding,))
+    release(v, a)
+    release(pe, a)
+    scores = scores_of(rings, b, zero, start, end, scale_log2e, SCORES)
+    m_b = gl.maximum(m_a, gl.max(scores, 1))
+    tell(maxima, 1, m_b)
     p = gl.exp2(scores - gl.expand_dims(m_b, 1))
     weights = p.to(gl.bfloat16)
     leave_weights(pe, flags, 1, b, weights)
     beta = gl.exp2(m_a - m_b)
     l_i = l_i * alpha * beta + gl.sum(p, 1)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
-    acc = warpgroup_mma_wait(0, deps=(adding,))
-    release(v, a)
-    release(pe, a)
     acc = acc * column(beta, OUT)
     adding = warpgroup_mma(weights, values_of(v, b, start, end), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(adding,))
@@ -251,12 +249,9 @@ def paged_mla_hopper_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, HALF, 16]
     )
-    # free once the scores and the sums of its columns have read it
-    left = allocate_pages(kv_desc, STAGES, BLOCK_N, 2)
-    right = allocate_pages(kv_desc, STAGES, BLOCK_N, 2)
-    pe = allocate_pages(
-        pe_desc, STAGES, BLOCK_N, 1
-    )  # once the other warpgroup has read the weights
+    left = allocate_pages(kv_desc, STAGES, BLOCK_N)
+    right = allocate_pages(kv_desc, STAGES, BLOCK_N)
+    pe = allocate_pages(pe_desc, STAGES, BLOCK_N)
     rings = allocate_ring(q_desc, 2, 1), allocate_ring(q_pe_desc, 1, 1), left, right, pe
     exchange = allocate_numbers(BLOCK_H), allocate_flags()
     results = out_ptr, lse_ptr, place, step, num_heads

@@ -50,15 +50,18 @@ def num_tiles_of(begin, end, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def allocate_pages(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, READERS: gl.constexpr):
-    """A ring as rings.py has it, of tiles that are filled by pieces of pages."""
+def allocate_pages(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """A ring as rings.py has it, of tiles that are filled by pieces of pages. The last reader frees
+    a tile: the warpgroup that multiplies by it as V, because that needs weights, which are there
+    only when K has been read.
+    """
     COLUMNS: gl.constexpr = desc.block_type.shape[1]
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, BLOCK_N, COLUMNS], desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=READERS)
+        mbarrier.init(free.index(stage), count=1)
     return tiles, ready, free
 
 
@@ -96,6 +99,28 @@ def fill_pages(ring, i, desc, rows, column):
 
 
 @gluon.jit
+def rows_of(
+    table_ptr,
+    num_rows,
+    start,
+    end,
+    BLOCK_N: gl.constexpr,
+    PIECE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Where in the pool the pieces of a tile begin, whose first key is `start`. A piece without a
+    key begins after the pool's last row, for which the copy engine gives zeros.
+    """
+    rows = ()
+    for piece in gl.static_range(BLOCK_N // PIECE):
+        key = start + piece * PIECE
+        page = gl.load(table_ptr + key // PAGE_SIZE, mask=key < end, other=0)
+        row = gl.where(key < end, page * PAGE_SIZE + key % PAGE_SIZE, num_rows)
+        rows = rows + (row,)  # noqa: RUF005, because Gluon knows no *rows
+    return rows
+
+
+@gluon.jit
 def load_latents(descs, rings, pages, keys, query, PAGE_SIZE: gl.constexpr):
     """The queries once, then tiles of latents as buffers become free. query: the row of the first."""
     q_desc, q_pe_desc, kv_desc, pe_desc = descs
@@ -110,17 +135,15 @@ def load_latents(descs, rings, pages, keys, query, PAGE_SIZE: gl.constexpr):
         fill(q, 0, q_desc, query, 0)
         fill(q, 1, q_desc, query, HALF)
         fill(q_pe, 0, q_pe_desc, query, 2 * HALF)
+    rows = rows_of(table_ptr, num_rows, begin, end, BLOCK_N, PIECE, PAGE_SIZE)
     for i in range(num_tiles):
-        rows = ()
-        for piece in gl.static_range(BLOCK_N // PIECE):
-            key = begin + i * BLOCK_N + piece * PIECE
-            page = gl.load(table_ptr + key // PAGE_SIZE, mask=key < end, other=0)
-            # TMA gives zeros for what is beyond the pool's last row
-            row = gl.where(key < end, page * PAGE_SIZE + key % PAGE_SIZE, num_rows)
-            rows = rows + (row,)  # noqa: RUF005, because Gluon knows no *rows
+        # a tile ahead, because the table's answer comes after all that was asked for before it
+        start = begin + (i + 1) * BLOCK_N
+        next_rows = rows_of(table_ptr, num_rows, start, end, BLOCK_N, PIECE, PAGE_SIZE)
         fill_pages(left, i, kv_desc, rows, 0)
         fill_pages(right, i, kv_desc, rows, HALF)
         fill_pages(pe, i, pe_desc, rows, 2 * HALF)
+        rows = next_rows
 
 
 @gluon.jit
