@@ -1,17 +1,20 @@
 """The time model: what a hand works out for a few instructions, and the record of its errors."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.gpu.counters import counting
+from lessons.toolbox.gpu.ptx import Instruction, Line
 from lessons.toolbox.measure.hardware import lookup
-from lessons.toolbox.profile import points, time_model
+from lessons.toolbox.profile import points
 from lessons.toolbox.profile.counted import KernelProfile
+from lessons.toolbox.profile.engines import Flag, SMWithEngine
 from lessons.toolbox.profile.figure import model_figure
-from lessons.toolbox.profile.replay import CONSTANTS, Unpredicted
+from lessons.toolbox.profile.replay import CONSTANTS, Cost, Unpredicted, cost_of
 from lessons.toolbox.profile.time_model import predict
 from tests.toolbox.gpu.running import run
 
@@ -91,12 +94,74 @@ def test_bandwidth_is_shared_and_latency_is_not():
     assert predict(many).clocks - waited == pytest.approx(1024 * 16 / rate, rel=0.15)
 
 
-def test_a_kernel_with_the_copy_engine_is_not_predicted():
-    body = "mbarrier.init.shared::cta.b64 [0], 1;"
-    with pytest.raises(Unpredicted, match="copy engine"):
-        predict(profile_of(body, shared=64))
-    text = time_model.text(profile_of(body, shared=64))
-    assert text[0].startswith("  No time is predicted:")
+FLAG = """
+setp.eq.u32 %p1, %r70, 0;
+@%p1 mbarrier.init.shared::cta.b64 [0], {arrivals};
+bar.sync 0;
+setp.lt.u32 %p2, %r70, 32;
+@!%p2 bra WAIT;
+{work}
+@%p1 mbarrier.arrive.shared::cta.b64 _, [0];
+ret;
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 %p3, [0], {parity};
+@!%p3 bra WAIT;
+{rest}
+"""
+
+
+def flag_clocks(work: int, rest: int, parity: int = 0) -> float:
+    """Of two warps: one does some work and arrives, the other waits for it and does the rest."""
+    counted = 10 * "mul.lo.u32 %r1, %r70, 3;\n"
+    body = FLAG.format(arrivals=1 + parity, work=work * counted, rest=rest * counted, parity=parity)
+    return clocks(body, threads=64, shared=64)
+
+
+def test_a_warp_waits_at_an_mbarrier_until_the_other_has_arrived():
+    short = flag_clocks(1, 1)
+    assert flag_clocks(11, 11) - short == pytest.approx(2 * (flag_clocks(11, 1) - short), rel=0.1)
+    # a wait for parity 1 passes while the first phase is incomplete, so both go on side by side
+    beside = flag_clocks(11, 11, parity=1) - flag_clocks(1, 1, parity=1)
+    assert beside == pytest.approx(flag_clocks(11, 1) - short, rel=0.1)
+
+
+def test_a_barrier_of_some_warps_holds_no_others():
+    """Two warps meet at barrier 2. The third, which works for long, is not waited for."""
+    body = "setp.lt.u32 %p1, %r70, 64;\n@!%p1 bra LONG;\nbar.sync 2, 64;\n"
+    body += 20 * "mul.lo.u32 %r1, %r70, 3;\n" + "ret;\nLONG:\n{}"
+    long = 100 * "mul.lo.u32 %r1, %r70, 3;\n"
+    alone = clocks("setp.lt.u32 %p1, %r70, 64;\n@%p1 ret;\n" + long, threads=96)
+    assert clocks(body.format(long), threads=96) == pytest.approx(alone, rel=0.1)
+
+
+def test_the_copy_engine_shares_the_bandwidth_and_fills_shared_memory():
+    """Ten tiles take their bytes over the rate of L2; each also takes passes of shared memory."""
+    flag = Flag(expected=1, left=1)
+    cost = Cost("load/store", 1, CONSTANTS.l2, (), (), kind="engine")
+    sm = SMWithEngine([], CONSTANTS, l2_rate=32.0, memory_rate=32.0)
+    sm.flags, sm.arriving = {}, []
+    for _ in range(10):
+        sm.act(cost, flag, "copy", 1, 8192, 0.0)
+    assert not flag.phases and flag.bytes == -81920
+    sm.act(cost, flag, "expect", 1, 81920, 0.0)
+    assert flag.phases == 1 and flag.done == pytest.approx(81920 / 32 + CONSTANTS.l2)
+    assert sum(passes for _, passes in sm.arriving) == 81920 / 128
+
+
+def test_a_product_waits_for_its_operands():
+    """64 passes of operands hold a matrix unit whose product takes 32 clocks."""
+    cost = Cost("matrix", 32, CONSTANTS.matrix, (), (), kind="product", passes=64)
+    found = []
+    for passes in (16, 64):
+        sm = SMWithEngine([replace(cost, passes=passes)], CONSTANTS, 32.0, 32.0)
+        found.append(sm.run([[(np.zeros(20, dtype=int), {})]]))
+    assert found[1] - found[0] == pytest.approx(20 * 32, rel=0.05)
+
+
+def test_tensor_memory_is_not_predicted():
+    instruction = Instruction("tcgen05", ("wait::ld",), (), None, False, Line(), "tcgen05.wait::ld")
+    with pytest.raises(Unpredicted, match="tensor memory"):
+        cost_of(instruction, {}, 100, CONSTANTS)
 
 
 @pytest.fixture(scope="module")

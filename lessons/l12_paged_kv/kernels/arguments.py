@@ -13,6 +13,7 @@ from lessons.l03_kv_cache.arguments import (
 )
 from lessons.l05_gqa.arguments import DTYPES, MAX_GROUP, MAX_HEAD_DIM, MAX_QUERY_TILE
 from lessons.l05_gqa.tiles import tiles_for
+from lessons.l06_mla.optimized import check_latent_inputs
 from lessons.l10_flash_decoding.splits import WorkItems
 
 MAX_PAGE_SIZE = 256  # tokens of a block
@@ -205,3 +206,26 @@ def check_splits(
     least = max(1, -(-capacity // MAX_GRID))
     if split_size is not None and split_size < least:
         raise ValueError(f"split_size: got {split_size}; accepted: None, or {least} or more keys")
+
+
+def check_paged_latents(
+    q: Tensor,
+    latents: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    rank: int,
+    splits: tuple[int | None, int | None, int | None],
+    items: WorkItems | None,
+) -> None:
+    """Raise ValueError unless these fit together, as in `paged_mla_decode`. splits: num_splits,
+    split_size, max_context_len.
+    """
+    if items is not None:
+        check_items(items, context_lens, *splits[:2])
+    check_sequences(q, block_table, context_lens, latents.shape[1])
+    check_places(block_table, context_lens, *latents.shape[:2])
+    capacity = block_table.shape[1] * latents.shape[1]
+    # Lesson 6's check wants a block a sequence; a view of that shape passes on dtype and width.
+    as_if_contiguous = latents[:1, :1].expand(len(q), capacity, -1)
+    check_latent_inputs(q, as_if_contiguous, context_lens, rank)
+    check_splits(capacity, *splits)

@@ -19,7 +19,6 @@ from lessons.l06_mla.naive import LATENTS_TORCH
 from lessons.l06_mla.optimized import (
     AbsorbedPool,
     Tiles,
-    check_latent_inputs,
     kernel_fits,
     shared_bytes_of,
 )
@@ -30,12 +29,7 @@ from lessons.l11_cuda_graphs.naive import fused_latents
 from lessons.l12_paged_kv import naive
 from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.kernels.apart import apart
-from lessons.l12_paged_kv.kernels.arguments import (
-    check_items,
-    check_places,
-    check_sequences,
-    check_splits,
-)
+from lessons.l12_paged_kv.kernels.arguments import check_paged_latents
 from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, equal_split, listed_split, paged_row
 from lessons.l12_paged_kv.kernels.launch import merged, room_for
 from lessons.l12_paged_kv.kernels.plan import items_of_step
@@ -207,15 +201,9 @@ def paged_mla_decode(
     block_table, context_lens, items: as in `paged_decode`; the rest as in lesson 10's
     `mla_flash_decode`. Raises ValueError.
     """
-    if items is not None:
-        check_items(items, context_lens, num_splits, split_size)
-    check_sequences(q, block_table, context_lens, latents.shape[1])
-    check_places(block_table, context_lens, *latents.shape[:2])
+    splits = num_splits, split_size, max_context_len
+    check_paged_latents(q, latents, block_table, context_lens, kv_lora_rank, splits, items)
     capacity = block_table.shape[1] * latents.shape[1]
-    # Lesson 6's check wants a block a sequence; a view of that shape passes on dtype and width.
-    as_if_contiguous = latents[:1, :1].expand(len(q), capacity, -1)
-    check_latent_inputs(q, as_if_contiguous, context_lens, kv_lora_rank)
-    check_splits(capacity, num_splits, split_size, max_context_len)
     num_sequences, num_heads, dim = q.shape
     tiles, per_sm = tiles or tiles_of(num_heads, q), programs_per_sm(num_heads, shared_bytes_of(q))
     head_blocks = triton.cdiv(num_heads, tiles.block_h)

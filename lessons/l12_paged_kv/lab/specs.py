@@ -18,6 +18,7 @@ from lessons.l12_paged_kv.kernels.hooks import (
     paged_row,
     plain_load,
 )
+from lessons.l12_paged_kv.kernels.hopper import gluon_mla
 from lessons.l12_paged_kv.kernels.latents import paged_tiles
 from lessons.l12_paged_kv.kernels.launch import narrower, sizes_of
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
@@ -145,6 +146,36 @@ def hooks(row_of, sees, split_of=equal_split) -> str:
 
 
 # (query heads a KV head, head_dim) of Llama-3-8B, Llama-3-70B, the embedded model, odd heads.
+def hopper_spec(page_size: int, listed: bool) -> KernelSpec:
+    """The Gluon kernel of DeepSeek's latents: 512 values and 64 rotary ones."""
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
+    piece = min(page_size, gluon_mla.BLOCK_N)
+    tile = "tensordesc<bf16[{}, {}],{}>".format
+    return KernelSpec(
+        f"{ROOM}.kernels.hopper.gluon_mla:paged_mla_hopper_kernel",
+        name=f"hopper_page_{page_size}{'_listed' if listed else ''}",
+        signature={
+            "q_desc": tile(gluon_mla.BLOCK_H, 256, layout),
+            "q_pe_desc": tile(gluon_mla.BLOCK_H, 64, layout),
+            "kv_desc": tile(piece, 256, layout),
+            "pe_desc": tile(piece, 64, layout),
+            **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32"),
+            **dict.fromkeys(("items_ptr", "context_lens_ptr", "block_table_ptr"), "*i32"),
+            "scale_log2e": "fp32",
+            **dict.fromkeys(("num_heads", "split_size", "stride_table", "num_rows"), "i32"),
+        },
+        constexprs={
+            "PAGE_SIZE": page_size,
+            "LISTED": listed,
+            "STAGES": gluon_mla.STAGES,
+            "BLOCK_N": gluon_mla.BLOCK_N,
+            "num_warps": gluon_mla.NUM_WARPS,
+        },
+        num_warps=gluon_mla.NUM_WARPS,
+        chips=(90,),
+    )
+
+
 SHAPES = {"bf16": ((4, 128), (8, 128), (3, 64), (4, 80), (4, 256)), "fp32": ((4, 128), (3, 64))}
 KERNELS = [
     decode_spec(dtype, group, dim, chips)
@@ -227,3 +258,5 @@ KERNELS += [
     for spec in splits.KERNELS
     if "mla_split_kernel" in spec.kernel and ("fp32" not in spec.name or not listed)
 ]
+# The same on Hopper, in Gluon.
+KERNELS += [hopper_spec(page_size, listed) for page_size in (16, 64) for listed in (False, True)]

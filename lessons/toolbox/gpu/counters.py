@@ -76,6 +76,9 @@ class Counts:
         # the programs of the first batch.
         self.path: list[tuple[int, np.ndarray | None]] = []
         self.programs: np.ndarray | None = None
+        # What steps of the path did to mbarriers: {index in path: [(what, address, warps, how many
+        # each, bytes or parity)]}
+        self.flags: dict[int, list[tuple[str, int, np.ndarray, np.ndarray, int]]] = {}
         # Who touched each sector of a buffer last, a program's number + 1, 0 for none:
         # {(loads or stores, buffer's number): [sectors]}
         self.touched: dict[tuple[str, int], np.ndarray] = {}
@@ -91,6 +94,16 @@ class Counts:
 
     def done(self, threads) -> None:
         """The instruction has been run."""
+
+    def flag(self, threads, what: str, address: int, lanes: np.ndarray, number: int = 0) -> None:
+        """Lanes do something to the mbarrier at an address. what: "init" (number: of arrivals),
+        "arrive", "expect" (number: bytes, with an arrival), "copy" (number: bytes to come) or
+        "wait" (number: parity), which has found the phase complete.
+        """
+        if threads.programs is self.programs and len(lanes):
+            warps, many = np.unique(threads.warp[lanes], return_counts=True)
+            done = (what, address, warps, many, number)
+            self.flags.setdefault(len(self.path) - 1, []).append(done)
 
     def access(self, threads, kind: str, address: np.ndarray, size: int, lanes) -> None:
         """Lanes load or store `size` bytes each in global memory. kind: "loaded" or "stored"."""
@@ -176,6 +189,13 @@ class Counts:
         """Each of `groups` warpgroups reads operands of that many bytes from shared memory."""
         passes = groups * (matrix_bytes // (BANKS * WORD))
         self._add(SHARED, threads.pc, groups, passes, passes)
+
+    def copied(self, threads, box_bytes: int, barriers: np.ndarray, lanes: np.ndarray) -> None:
+        """The copy engine fills a box of shared memory for each lane, and tells its mbarrier."""
+        passes = len(lanes) * box_bytes // (BANKS * WORD)
+        self._add(SHARED, threads.pc, len(lanes), passes, passes)
+        for address in np.unique(barriers):
+            self.flag(threads, "copy", int(address), lanes[barriers == address], box_bytes)
 
     def _add(self, names: tuple[str, ...], place: int, *numbers: int) -> None:
         for name, number in zip(names, numbers):

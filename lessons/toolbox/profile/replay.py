@@ -7,7 +7,7 @@ every kernel. All other numbers are the chip's.
 
 import heapq
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -55,8 +55,11 @@ class Cost:
     writes: tuple[str, ...]
     sectors: float = 0  # of global memory
     first: float = 0  # of them, those that come from memory and not from a cache
-    kind: str = ""  # "free", "barrier", "copy", "commit", "wait", "product"
+    kind: str = ""  # "free", "barrier", "copy", "commit", "wait", "product"; engines.py has more
     left: int = 0  # groups that a wait leaves open
+    number: int = 0  # of a barrier
+    warps: int = 0  # that come to it; 0: all of the program
+    passes: float = 0  # of shared memory, for a product's operands
 
 
 class Unpredicted(ValueError):
@@ -88,17 +91,23 @@ def cost_of(instruction: Instruction, per: dict[str, float], capability: int, c:
     def cost(unit="", busy=1.0, latency=c.alu, **more) -> Cost:
         return Cost(unit, busy, latency, needs, writes, **more)
 
-    if op == "mbarrier" or instruction.has("bulk") or op.startswith("tcgen05"):
-        raise Unpredicted(
-            f"{instruction.text[:60]!r}: kernels with the copy engine are not predicted"
-        )
+    if op.startswith("tcgen05"):
+        raise Unpredicted(f"{instruction.text[:60]!r}: the model knows no tensor memory")
+    if op == "mbarrier":
+        kind = "flag wait" if instruction.has("try_wait", "test_wait") else "flag"
+        return cost("shared", latency=c.shared, kind=kind)
+    if instruction.has("bulk"):
+        first = per["first_sectors"] / max(per["sectors"], 1)
+        return cost("load/store", latency=c.memory if first else c.l2, kind="engine", first=first)
     if op in FREE or (op == "ld" and instruction.has("param")):
         return cost(kind="free", busy=0, latency=0)
     if op in ("bar", "barrier"):
-        kind = "free" if instruction.has("warp") else "barrier"
-        return cost(kind=kind, latency=c.barrier if kind == "barrier" else 0)
+        if instruction.has("warp"):
+            return cost(kind="free", latency=0)
+        number, *threads = map(int, instruction.operands)
+        return cost(kind="barrier", latency=c.barrier, number=number, warps=sum(threads) // WARP)
     if op == "wgmma":
-        return product(instruction, cost, c)
+        return product(instruction, cost, per, c)
     if op == "cp":
         return copy(instruction, per, cost, c)
     if op == "mma":
@@ -120,7 +129,7 @@ def cost_of(instruction: Instruction, per: dict[str, float], capability: int, c:
     return cost()
 
 
-def product(instruction: Instruction, cost, c: Constants) -> Cost:
+def product(instruction: Instruction, cost, per: dict, c: Constants) -> Cost:
     what = instruction.modifiers[0]
     if what == "wait_group":
         return replace(cost(kind="wait", left=int(instruction.operands[0], 0)), unit="products")
@@ -128,7 +137,8 @@ def product(instruction: Instruction, cost, c: Constants) -> Cost:
         return replace(cost(kind="commit"), unit="products")
     if what == "fence":
         return cost(kind="free", busy=0, latency=0)
-    return cost("matrix", matrix_flops(instruction) / 1024, c.matrix, kind="product")
+    busy = matrix_flops(instruction) / 1024
+    return cost("matrix", busy, c.matrix, kind="product", passes=per["passes"])
 
 
 def copy(instruction: Instruction, per: dict, cost, c: Constants) -> Cost:
@@ -157,6 +167,7 @@ class Warp:
     path: np.ndarray
     at: int = 0
     time: float = 0.0
+    flags: dict[int, list] = field(default_factory=dict)  # place in path -> see Counts.flag
 
     def __post_init__(self):
         self.ready: dict[str, float] = {}
@@ -182,8 +193,12 @@ class SM:
             for number, paths in enumerate(programs)
             for k, path in enumerate(paths)
         ]
-        self.at_barrier: dict[int, list[Warp]] = defaultdict(list)
         self.alive = [len(paths) for paths in programs]
+        return self.go(warps)
+
+    def go(self, warps: list[Warp]) -> float:
+        """Clocks until these have ended."""
+        self.at_barrier: dict[tuple[int, int], list[Warp]] = defaultdict(list)
         self.queue: list[tuple[float, int, Warp]] = []
         for tie, warp in enumerate(warps):
             warp.number = tie
@@ -219,11 +234,19 @@ class SM:
                 done = warp.groups[cost.unit]
                 late = done[: len(done) - cost.left] if cost.left else done
                 when = max(when, max(late, default=0.0))
-            heapq.heappush(self.queue, (when, warp.number, warp))
+            when = self.held(cost, warp, when)
+            if when is not None:
+                heapq.heappush(self.queue, (when, warp.number, warp))
             return
         self.end = max(self.end, warp.time)
         self.alive[warp.program] -= 1
-        self.release(warp.program)
+        for program, number in list(self.at_barrier):
+            if program == warp.program:
+                self.release(program, number)
+
+    def held(self, cost: Cost, warp: Warp, when: float) -> float | None:
+        """When a warp may issue; None: not before something wakes it."""
+        return when
 
     def code(self, place: int, now: float) -> float:
         """When an instruction's code is here: 8 instructions are a line."""
@@ -253,8 +276,8 @@ class SM:
         warp.time, warp.at = start + 1, warp.at + 1
         self.end = max(self.end, done)
         if cost.kind == "barrier":
-            self.at_barrier[warp.program].append(warp)
-            self.release(warp.program)
+            self.at_barrier[warp.program, cost.number].append(warp)
+            self.release(warp.program, cost.number, cost.warps)
         else:
             self.push(warp)
 
@@ -269,12 +292,12 @@ class SM:
             self.free[unit] = max(self.free[unit], start) + needed
         return max(self.free["L2 cache"], self.free["memory"], start) + cost.latency
 
-    def release(self, program: int) -> None:
-        """Let the warps go on if all of the program have come to the barrier."""
-        waiting = self.at_barrier[program]
-        if waiting and len(waiting) >= self.alive[program]:
+    def release(self, program: int, number: int, needed: int = 0) -> None:
+        """Let the warps go on if all have come to the barrier: of the program, or `needed`."""
+        waiting = self.at_barrier[program, number]
+        if waiting and len(waiting) >= min(needed or self.alive[program], self.alive[program]):
             now = max(warp.time for warp in waiting) + self.c.barrier
-            self.at_barrier[program] = []
+            self.at_barrier[program, number] = []
             for warp in waiting:
                 warp.time = now
                 self.push(warp)

@@ -28,6 +28,7 @@ import numpy as np
 
 from lessons.toolbox.gpu.counters import SECTOR
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.profile.engines import SMWithEngine, with_flags
 from lessons.toolbox.profile.replay import CONSTANTS, SM, Constants, Cost, Unpredicted, costs
 
 RECORD = Path(__file__).resolve().parents[3] / "results" / "h200" / "time_model.json"
@@ -61,9 +62,10 @@ def predict(profile, c: Constants = CONSTANTS) -> Prediction:
     l2_rate = min(c.sm_bytes, c.l2_bytes_per_s / active / clock)
     found = costs(profile.kernel, launch, profile.capability, c)
     found = [replace(x, first=x.first * share(x, launch, chip)) for x in found]
-    sm = SM(found, c, l2_rate, memory_rate)
-    paths, typical = paths_of(launch, together)
-    once = sm.run(paths)
+    has_engine = any(cost.kind in ("flag", "engine") for cost in found)
+    sm = (SMWithEngine if has_engine else SM)(found, c, l2_rate, memory_rate)
+    chosen, typical = chosen_of(launch, together)
+    once = sm.run((with_flags if has_engine else paths_of)(launch, chosen))
     busy = {name: min(1.0, time / once) for name, time in sm.busy.items()}
     clocks = once * max(1.0, on_one / together * typical) if on_one > together else once
     return Prediction((clocks + c.launch) / clock, clocks, busy)
@@ -87,24 +89,30 @@ def share(cost: Cost, launch, chip) -> float:
     return real / guessed
 
 
-def paths_of(launch, together: int) -> tuple[list[list[np.ndarray]], float]:
-    """The paths of the warps of so many programs, the longest among them, [program][warp] ->
-    places; and how long all programs are on average, as a share of these.
+def chosen_of(launch, together: int) -> tuple[list[int], float]:
+    """So many programs, the longest among them, and how long all are on average, as a share of
+    these.
     """
-    path, count = launch.counts.path, len(launch.counts.programs)
-    warps = launch.warps
-    every = np.ones(count * warps, dtype=bool)
-    places = np.array([place for place, _ in path])
-    lengths = sum((every if mask is None else mask).astype(np.int64) for _, mask in path)
-    lengths = lengths.reshape(count, warps).sum(1)
+    count = len(launch.counts.programs)
+    every = np.ones(count * launch.warps, dtype=bool)
+    lengths = sum((every if m is None else m).astype(np.int64) for _, m in launch.counts.path)
+    lengths = lengths.reshape(count, launch.warps).sum(1)
     order = np.argsort(-lengths, kind="stable")
-    chosen = [order[round(k)] for k in np.linspace(0, count - 1, together)]
+    chosen = [int(order[round(k)]) for k in np.linspace(0, count - 1, together)]
+    return chosen, float(lengths.mean() / lengths[chosen].mean())
+
+
+def paths_of(launch, chosen: list[int]) -> list[list[np.ndarray]]:
+    """The paths of the warps of the chosen programs: [program][warp] -> places."""
+    path, warps = launch.counts.path, launch.warps
+    every = np.ones(len(launch.counts.programs) * warps, dtype=bool)
+    places = np.array([place for place, _ in path])
     found = []
     for program in chosen:
         mine = slice(program * warps, (program + 1) * warps)
         went = np.stack([(every if mask is None else mask)[mine] for _, mask in path])
         found.append([places[went[:, warp]] for warp in range(warps)])
-    return found, float(lengths.mean() / lengths[chosen].mean())
+    return found
 
 
 # ---------------------------------------------------------------- in words

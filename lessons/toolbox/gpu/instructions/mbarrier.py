@@ -33,6 +33,10 @@ def barrier(instruction: Instruction, kernel: Kernel):
     def run(threads, mask):
         value = None if number is None else threads.spread(number(threads))
         for at, lanes in each_address(threads, address(threads), threads.active(mask)):
+            if threads.counts and what in ("init", "arrive"):
+                kind = "expect" if announces else what
+                how_many = 0 if value is None else int(value[lanes[0]])
+                threads.counts.flag(threads, kind, at, lanes, how_many)
             if what == "init":
                 threads.mbarriers.init(at, int(value[lanes[0]]), lanes)
             elif what == "inval":
@@ -70,6 +74,10 @@ def wait(instruction: Instruction, kernel: Kernel):
         for at, lanes in each_address(threads, address(threads), np.flatnonzero(mask)):
             done = lanes[threads.mbarriers.is_complete(at, parities[lanes], lanes)]
             ready[done] = True
+            if threads.counts:
+                for value in (0, 1):
+                    same = done[parities[done] & 1 == value]
+                    threads.counts.flag(threads, "wait", at, same, value)
             if len(done):
                 threads.mbarriers.acquire(at, done)
         if ready.any():

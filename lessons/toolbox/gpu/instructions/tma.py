@@ -106,6 +106,8 @@ def load(threads, map_: TensorMap, lanes, places, addresses, inside, barriers) -
     boxes[inside] = threads.memory.load(threads, addresses[inside], map_.element, 1, who)[0]
     data = boxes.reshape(len(lanes), -1).view(np.uint8).reshape(len(lanes), -1, 16)
     place, engine = threads.pc, threads.clocks.agent("the copy engine")
+    if threads.counts:
+        threads.counts.copied(threads, map_.box_bytes, barriers, lanes)
     for k in range(len(lanes)):
 
         def end(k=k):

@@ -1,0 +1,87 @@
+"""How long decode over paged latents takes on an H200 with 128 heads, in Triton and in Gluon:
+predictions of the time model (`lessons.toolbox.profile`), not measurements.
+
+    python -m lessons.l12_paged_kv.lab.latent_times        (a few minutes)
+        writes results/counted/l12_latents.json
+
+One program of each launch runs on the machine; the model takes the others to be like it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from lessons.l12_paged_kv.kernels.hopper.launch import paged_mla_hopper
+from lessons.l12_paged_kv.kernels.latents import paged_mla_decode
+from lessons.toolbox.kernels.kernel_hash import kernel_hash
+from lessons.toolbox.measure.device import CHIP, compiled_chip
+from lessons.toolbox.measure.hardware import lookup
+
+RECORD = Path(__file__).parents[3] / "results" / "counted" / "l12_latents.json"
+HEADS, SEQUENCES, BLOCK = 128, 66, 64  # 66 · 2 blocks of heads: a program for each of 132 SMs
+KERNELS = {
+    "Triton": (paged_mla_decode, "lessons.l12_paged_kv.kernels.latents:paged_mla_kernel", 1024),
+    "Gluon": (
+        paged_mla_hopper,
+        "lessons.l12_paged_kv.kernels.hopper.gluon_mla:paged_mla_hopper_kernel",
+        2048,
+    ),
+}
+
+
+def predicted(decode, context: int) -> dict:
+    """Of one launch at a context, and what bounds it."""
+    from lessons.toolbox.gpu.arguments import WATCHERS
+    from lessons.toolbox.gpu.counters import counting
+    from lessons.toolbox.profile.counted import profiles
+    from lessons.toolbox.profile.time_model import predict
+
+    pages = SEQUENCES * context // BLOCK
+    table = torch.arange(pages, dtype=torch.int32).view(SEQUENCES, -1)
+    lengths = torch.full((SEQUENCES,), context, dtype=torch.int32)
+    q, latents = (torch.zeros(*s, 576, dtype=torch.bfloat16)
+                  for s in ((SEQUENCES, HEADS), (pages, BLOCK)))  # fmt: skip
+    seen: list = []
+    WATCHERS.append(seen.append)
+    try:
+        with counting(programs=1):
+            decode(q, latents, table, lengths, 576**-0.5, num_splits=1)
+    finally:
+        WATCHERS.remove(seen.append)
+    mine = [launch for launch in seen if "mla" in launch.kernel.name]
+    profile = profiles(mine, lookup("h200"))[0]
+    found = predict(profile)
+    tiles, flops = context // BLOCK, 2 * (576 + 512) * context * HEADS * SEQUENCES
+    return {
+        "context": context,
+        "predicted_us": round(1e6 * found.seconds, 1),
+        "tflops": round(flops / found.seconds / 1e12, 1),
+        "share_of_peak": round(flops / found.seconds / profile.chip.bf16_flops_per_s, 3),
+        "instructions_a_tile": round(profile.total["issued"] / profile.warps / tiles),
+        "matrix_mflop_a_tile": round(profile.total["flops"] / tiles / 1e6, 2),
+        "shared_passes_a_tile": round(profile.total["passes"] / tiles),
+        "busy": {name: round(float(share), 2) for name, share in found.busy.items()},
+        "limit": found.limit,
+    }
+
+
+def main() -> int:
+    if compiled_chip() != 90:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        command = [sys.executable, "-m", "lessons.l12_paged_kv.lab.latent_times"]
+        return subprocess.run(command, env=environment | {CHIP: "90"}, check=False).returncode
+    shape = f"{SEQUENCES} sequences, {HEADS} heads, latents of 512 + 64, blocks of {BLOCK}"
+    written = {"chip": "H200", "shape": shape, "kernels": {}}
+    for name, (decode, kernel, context) in KERNELS.items():
+        written["kernels"][name] = predicted(decode, context) | {"hash": kernel_hash(kernel)}
+        print(name, json.dumps(written["kernels"][name], indent=1), flush=True)
+    RECORD.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
