@@ -6,7 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
-from lessons.l23_experts.more import wide
+from lessons.l23_experts.more import mxfp4, wide
 from lessons.l23_experts.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
@@ -69,6 +69,36 @@ def wide_spec(kernel: str, dtype: str) -> KernelSpec:
         num_stages=tiles.num_stages,
         divisible_by_16=tuple(counts),
         chips=(90,),
+    )
+
+
+def mxfp4_spec(kernel: str, tiles: mxfp4.Tiles) -> KernelSpec:
+    """more/mxfp4.py's gate_up or down as its `expert_rows` launches it."""
+    counts, own = ["inner", "size"], {}
+    pointers = ("h_ptr", "bias_ptr", "y_ptr")
+    if kernel == "gate_up":
+        pointers = ("x_ptr", "bias_ptr", "h_ptr")
+        own = {"LIMIT": mxfp4.SWIGLU_LIMIT, "ALPHA": mxfp4.SWIGLU_ALPHA, "TOP_K": 4}
+        counts.append("stride_x")
+    return KernelSpec(
+        f"{mxfp4.__name__}:mxfp4_{kernel}_kernel",
+        name=f"mxfp4_{kernel}_m{tiles.block_m}",
+        signature={
+            **dict.fromkeys(pointers, "*bf16"),
+            **dict.fromkeys(("codes_ptr", "exponents_ptr"), "*u8"),
+            **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_pairs", *counts), "i32"),
+        },
+        constexprs={
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            **own,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=tuple(counts),
+        chips=WITH_MATRIX_UNITS,
     )
 
 
@@ -136,6 +166,11 @@ KERNELS = [
         for tiles in of_dtype
     ),
     *(wide_spec(kernel, dtype) for kernel in ("gate_up", "down") for dtype in ("bf16", "fp16")),
+    *(
+        mxfp4_spec(kernel, tiles)
+        for kernel in ("gate_up", "down")
+        for tiles in mxfp4.TILES.values()
+    ),
     *(align_spec(num_experts) for num_experts in (8, 64, 256)),
     align_spec(8, wide.PARTS * wide.TILES.part),
     sum_spec("bf16", WITH_MATRIX_UNITS),

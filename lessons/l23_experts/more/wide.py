@@ -47,7 +47,7 @@ class WideTiles(NamedTuple):
 
 # Chosen by the compiler (no spills) and by lab/prefill.py's predictions; no GPU has timed it.
 TILES = WideTiles(64, 256, 64, 8, 8, 3)
-FEWEST_ROWS = 192  # that an expert has on average, so that tiles are full; lab/prefill.py
+FEWEST_ROWS = 128  # that an expert has on average; lab/prefill.py predicts a gain from 64 on
 PARTS = 3
 
 
