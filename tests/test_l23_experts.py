@@ -12,7 +12,7 @@ import torch
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l23_experts.align import NOT_USED, align_in_python, most_tiles
 from lessons.l23_experts.lab.benchmark import CPU_CACHE_BYTES, Shape, floor_bytes, layer_bytes
-from lessons.l23_experts.load import Load, capacity_of, load_of
+from lessons.l23_experts.ranks.load import Load, capacity_of, load_of
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
 

@@ -21,20 +21,23 @@ from lessons.l03_kv_cache.arguments import DECODE_DTYPES
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.shards.layers import OwnExperts
 from lessons.l23_experts import optimized, stand_ins
+from lessons.l23_experts.more import wide
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def ops_for(x: Tensor) -> ModuleType:
-    """The kernels where they are compiled and have the dtype of x: [T, H]; PyTorch where they would
-    be interpreted, or for float64.
+def ops_for(x: Tensor, num_pairs: int = 0, num_experts: int = 1) -> ModuleType:
+    """The kernels where they are compiled and have the dtype of x: [T, H], those with wide tiles
+    where so many pairs fill them; PyTorch where they would be interpreted, or for float64.
     """
+    if wide.pays(x, num_pairs, num_experts):
+        return wide
     return optimized if x.is_cuda and x.dtype in DECODE_DTYPES else stand_ins
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """What GroupedExperts computes, [T, H] -> [T, H]. A solved exercise 23.1 takes its place."""
-    return ops_for(x).experts(x, weights, chosen, gate_up, down)
+    return ops_for(x, chosen.numel(), len(down)).experts(x, weights, chosen, gate_up, down)
 
 
 class GroupedExperts(nn.Module):
@@ -53,7 +56,8 @@ class GroupedExperts(nn.Module):
 
     def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Without the router's weights, a row for each of chosen: [T · k, H]."""
-        return ops_for(x).expert_rows(x, chosen, self.gate_up, self.down)
+        ops = ops_for(x, chosen.numel(), len(self.down))
+        return ops.expert_rows(x, chosen, self.gate_up, self.down)
 
 
 @torch.no_grad()
@@ -108,7 +112,7 @@ class GroupedMoE(nn.Module):
     """A layer of experts with its router, its shared experts and its weights.
 
     own: the routed experts that are here, None for all. Others add nothing, so the result is then a
-    partial sum (experts.py adds those of all ranks).
+    partial sum (ranks/experts.py adds those of all ranks).
     """
 
     def __init__(self, moe: MoE | OwnExperts, own: range | None = None):

@@ -20,7 +20,7 @@ Four decisions:
   `sum_kernel` adds the rows in the order of their places. So the same input gives the same bits.
 
 vLLM multiplies by the router's weights in the epilogue of `down`. Here the sum does it: the weights
-then stay with their token when its rows travel to other ranks (experts.py), and are used in
+then stay with their token when its rows travel to other ranks (ranks/experts.py), and are used in
 float32.
 
 Sources: vLLM's fused_moe kernel; Gale et al. 2022, MegaBlocks (section 5).
@@ -70,8 +70,9 @@ def align_kernel(
         place = seen + tl.cumsum(is_own, 0) - 1
         tl.store(own_pairs + place, start + p, mask=is_own != 0)
         seen += tl.sum(is_own)
-    m = seen + tl.arange(0, BLOCK_M)
-    tl.store(own_pairs + m, tl.zeros_like(m) + num_pairs, mask=m < own_tiles * BLOCK_M)
+    for start in range(seen, own_tiles * BLOCK_M, BLOCK_P):
+        is_none = start + p < own_tiles * BLOCK_M
+        tl.store(own_pairs + start + p, tl.zeros_like(p) + num_pairs, mask=is_none)
     for start in range(0, own_tiles, BLOCK_P):
         is_tile = start + p < own_tiles
         tl.store(experts_ptr + first_tile + start + p, tl.zeros_like(p) + own, mask=is_tile)

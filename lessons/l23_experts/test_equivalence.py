@@ -12,12 +12,7 @@ from lessons.l23_experts.kernels import (
     gate_up_kernel,
     sum_kernel,
 )
-from lessons.l23_experts.lab.moe_cases import (
-    DEVICE,
-    random_routes,
-    random_stacks,
-    routes,
-)
+from lessons.l23_experts.lab.moe_cases import UNEVEN, problem, random_routes, routes
 from lessons.l23_experts.optimized import Tiles
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.measure.device import interpreting
@@ -25,9 +20,6 @@ from lessons.toolbox.proof.inputs import far_apart
 from lessons.toolbox.proof.numerics import (
     NotEquivalent,
     assert_same_bits,
-    draw,
-    poison_,
-    poisoned,
     prove,
 )
 from lessons.toolbox.proof.planted import with_bug
@@ -39,28 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 SMALL = Tiles(16, 16, 16, 16, num_warps=4, num_stages=2)
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
-UNEVEN = [[1, 0], [1, 3], [3, 1], [1, 0], [3, 1], [0, 1], [1, 3]]  # no token wants expert 2
-
-
-def problem(given, num_experts, size=40, inner=19, dtype=torch.float32, seed=0, kind="normal"):
-    """x, weights, chosen, gate_up, down. given: (weights, chosen). Experts that no token chose are
-    NaN, and so are the weights' neighbours in memory.
-    """
-    weights, chosen = given
-    x = draw(kind, (len(chosen), size), dtype=dtype, seed=seed + 8, device=DEVICE)
-    stacks = random_stacks(num_experts, size, inner, dtype, seed)
-    for expert in set(range(num_experts)) - set(chosen.flatten().tolist()):
-        for stack in stacks:
-            poison_(stack[expert])
-    return x, weights, chosen, *(beside_nan(stack) for stack in stacks)
-
-
-def beside_nan(stack):
-    """The same numbers in a larger tensor of NaN: [E, N, K] with a gap after each expert."""
-    num_experts, rows, columns = stack.shape
-    larger = poisoned((num_experts, rows + 1, columns), stack.dtype, stack.device)
-    larger[:, :rows] = stack
-    return larger[:, :rows]
 
 
 def small(x, weights, chosen, gate_up, down):

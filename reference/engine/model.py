@@ -80,7 +80,12 @@ def finished(model: Decoder, device: torch.device) -> Decoder:
         return model
     from lessons.l23_experts.grouped import grouped
 
-    return grouped(fused(model))
+    model = grouped(fused(model))
+    if not model.config.attention_sinks:
+        return model
+    from reference.weights.experts import with_grouped_codes  # here: only gpt-oss has such experts
+
+    return with_grouped_codes(model)
 
 
 def default_place(

@@ -16,6 +16,7 @@ BOUNDS = {
     "wide loads": Bounds("^(gate_up|down|sum)_bf16", loads_128bit=8),
     # Tiles of 16 rows are too low for Hopper's warpgroup instructions, and memory decides there.
     "tall tiles": Bounds("^(gate_up|down)_bf16_m(64|128)$", [90], matrix="HGMMA"),
+    "wide tiles": Bounds("^wide", [90], matrix="HGMMA", local_memory=0, loads_128bit=8),
     "low tiles": Bounds("^(gate_up|down)_bf16_m16$", [90], without=("HGMMA",)),
     # Two programs of a decode step fit at once in an H200's registers and shared memory, so that
     # one loads while another begins or ends.

@@ -10,7 +10,6 @@ from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts import grouped
-from lessons.l23_experts.experts import ExpertParallelMoE
 from lessons.l23_experts.lab.moe_ranks import (
     CONFIGS,
     Case,
@@ -20,7 +19,8 @@ from lessons.l23_experts.lab.moe_ranks import (
     run_cases,
     tokens_of,
 )
-from lessons.l23_experts.load import capacity_of, load_of
+from lessons.l23_experts.ranks.experts import ExpertParallelMoE
+from lessons.l23_experts.ranks.load import capacity_of, load_of
 
 pytestmark = pytest.mark.usefixtures("seed")
 FOUR = (5, 0, 7, 1)  # tokens of four ranks; one has none

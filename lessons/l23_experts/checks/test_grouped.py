@@ -36,7 +36,7 @@ def test_a_grouped_layer_is_lesson_6s(config, dtype, seed):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_grouped_layer_with_the_kernels(config, seed, proof, monkeypatch):
-    monkeypatch.setattr(grouped_module, "ops_for", lambda x: optimized)
+    monkeypatch.setattr(grouped_module, "ops_for", lambda *_: optimized)
     errors = check_grouped(Case("one", config, seed))
     proof.record(gate_up_kernel, errors)
     proof.record(down_kernel, errors)
@@ -97,7 +97,7 @@ def test_what_cannot_be_stacked_stays():
 @torch.inference_mode()
 def test_a_graph_records_a_grouped_layer(seed, monkeypatch):
     """Its replays follow the router's new choices."""
-    monkeypatch.setattr(grouped_module, "ops_for", lambda x: optimized)
+    monkeypatch.setattr(grouped_module, "ops_for", lambda *_: optimized)
     case = Case("one", "deepseek_v3", seed, split=(3,))
     moe = new_moe(CONFIGS[case.config], seed, case.dtype).to(DEVICE)
     layer, x = GroupedMoE(moe), tokens_of(case).to(DEVICE)

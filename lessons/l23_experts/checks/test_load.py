@@ -5,7 +5,7 @@ import torch
 
 from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.lab import imbalance
-from lessons.l23_experts.load import Load, capacity_of, load_of
+from lessons.l23_experts.ranks.load import Load, capacity_of, load_of
 
 
 def test_load_by_hand():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lessons.l06_mla.moe import Router
 from lessons.l20_parallelism.shards.sharding import experts_of
-from lessons.l23_experts.load import capacity_of, load_of
+from lessons.l23_experts.ranks.load import capacity_of, load_of
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.config import MoEConfig
 

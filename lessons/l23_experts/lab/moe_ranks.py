@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
-from lessons.l23_experts import experts, grouped
+from lessons.l23_experts import grouped
 from lessons.l23_experts.naive import layer_config
+from lessons.l23_experts.ranks import experts
 from lessons.toolbox.model.config import MoEConfig
 from lessons.toolbox.proof.planted import with_bug
 

@@ -6,6 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
+from lessons.l23_experts.more import mxfp4, wide
 from lessons.l23_experts.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
@@ -40,17 +41,78 @@ def product_spec(kernel: str, dtype: str, tiles: Tiles, chips: tuple[int, ...]) 
     )
 
 
-def align_spec(num_experts: int) -> KernelSpec:
+def wide_spec(kernel: str, dtype: str) -> KernelSpec:
+    """more/wide.py's gate_up or down as its `expert_rows` launches it."""
+    counts = ["inner", "size", "stride_expert", "stride_row"]
+    pointers = ("h_ptr", "weight_ptr", "y_ptr")
+    own = {}
+    if kernel == "gate_up":
+        pointers, own = ("x_ptr", "weight_ptr", "h_ptr"), {"TOP_K": TOP_K}
+        counts.append("stride_x")
+    tiles = wide.TILES
+    return KernelSpec(
+        f"{wide.__name__}:wide_{kernel}_kernel",
+        name=f"wide_{kernel}_{dtype}",
+        signature={
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_pairs", "num_tiles", *counts), "i32"),
+        },
+        constexprs={
+            "PART": tiles.part,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "GROUP": tiles.group,
+            **own,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=tuple(counts),
+        chips=(90,),
+    )
+
+
+def mxfp4_spec(kernel: str, tiles: mxfp4.Tiles) -> KernelSpec:
+    """more/mxfp4.py's gate_up or down as its `expert_rows` launches it."""
+    counts, own = ["inner", "size"], {}
+    pointers = ("h_ptr", "bias_ptr", "y_ptr")
+    if kernel == "gate_up":
+        pointers = ("x_ptr", "bias_ptr", "h_ptr")
+        own = {"LIMIT": mxfp4.SWIGLU_LIMIT, "ALPHA": mxfp4.SWIGLU_ALPHA, "TOP_K": 4}
+        counts.append("stride_x")
+    return KernelSpec(
+        f"{mxfp4.__name__}:mxfp4_{kernel}_kernel",
+        name=f"mxfp4_{kernel}_m{tiles.block_m}",
+        signature={
+            **dict.fromkeys(pointers, "*bf16"),
+            **dict.fromkeys(("codes_ptr", "exponents_ptr"), "*u8"),
+            **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_pairs", *counts), "i32"),
+        },
+        constexprs={
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            **own,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=tuple(counts),
+        chips=WITH_MATRIX_UNITS,
+    )
+
+
+def align_spec(num_experts: int, block_m: int = 64) -> KernelSpec:
     """align_kernel as `align` launches it."""
     return KernelSpec(
         f"{KERNELS_FILE}:align_kernel",
-        name=f"align_e{num_experts}",
+        name=f"align_e{num_experts}" if block_m == 64 else f"align_m{block_m}",
         signature={
             "chosen_ptr": "*i64",
             **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
             **dict.fromkeys(("num_pairs", "num_experts", "num_tiles"), "i32"),
         },
-        constexprs={"BLOCK_M": 64, "BLOCK_P": ALIGN_BLOCK, "BLOCK_E": 2 * num_experts},
+        constexprs={"BLOCK_M": block_m, "BLOCK_P": ALIGN_BLOCK, "BLOCK_E": 2 * num_experts},
         num_warps=4,
         chips=tuple(CHIPS),
     )
@@ -103,7 +165,14 @@ KERNELS = [
         )
         for tiles in of_dtype
     ),
+    *(wide_spec(kernel, dtype) for kernel in ("gate_up", "down") for dtype in ("bf16", "fp16")),
+    *(
+        mxfp4_spec(kernel, tiles)
+        for kernel in ("gate_up", "down")
+        for tiles in mxfp4.TILES.values()
+    ),
     *(align_spec(num_experts) for num_experts in (8, 64, 256)),
+    align_spec(8, wide.PARTS * wide.TILES.part),
     sum_spec("bf16", WITH_MATRIX_UNITS),
     sum_spec("fp32", tuple(CHIPS)),
     of_one(product_spec("gate_up", "bf16", FEW_ROWS, (90,)), "inner"),

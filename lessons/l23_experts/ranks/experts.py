@@ -35,7 +35,7 @@ from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.grouped import GroupedMoE, ops_for, own_experts, stacked
-from lessons.l23_experts.load import capacity_of
+from lessons.l23_experts.ranks.load import capacity_of
 from lessons.toolbox.model.arguments import check_positive
 
 # ---------------------------------------------------------------- tokens on every rank
