@@ -13,7 +13,7 @@ Source of the idea: Gray and Putzolu 1987, The 5 Minute Rule for Trading Memory 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lessons.l01_roofline.calculators import kv_bytes_per_token
+from lessons.l01_roofline.calculators import kv_bytes_per_token, move_s
 from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.l15_chunked_prefill.lab.costs import EFFICIENCY, PCIE_BYTES_PER_S, StepCost
 from lessons.toolbox.measure.hardware import CHIPS, Chip
@@ -80,7 +80,7 @@ class Token(NamedTuple):
 
     def move_s(self, bytes_per_s: float) -> float:
         """Seconds to move it once over a link."""
-        return self.kv_bytes / bytes_per_s
+        return move_s(self.kv_bytes, bytes_per_s)
 
 
 def token_of(
