@@ -27,8 +27,8 @@ LOADS = {4096: (4, 8, 12, 16, 20), 256: (20, 40, 80, 120, 160)}
 
 @dataclass(frozen=True)
 class Way:
-    """prefill: replicas that compute prompts; None: all do everything. gbit: Gb/s of each link, over
-    which K and V travel layer by layer.
+    """prefill: replicas that compute prompts; None: all do everything. gbit: Gb/s of each link,
+    over which K and V travel layer by layer.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""What a trace tells of blocks: who owns them, what the prefix cache remembers, and where else K and
-V are that lesson 26's tiers have. Only what has changed since the step before.
+"""What a trace tells of blocks: who owns them, what the prefix cache remembers, and where else
+lesson 26's tiers have their K and V. Only what has changed since the step before.
 """
 
 Key = bytes  # a hash of all tokens up to the end of a block (lesson 26)
@@ -10,7 +10,7 @@ HOST, FOLDER = "host", "folder"
 
 
 class Blocks:
-    """The tables and the cache of an engine's blocks, and the places of its tiers, if it has any."""
+    """Tables and cache of an engine's blocks, and the places of its tiers, if it has any."""
 
     def __init__(self, blocks):
         self.blocks = blocks
