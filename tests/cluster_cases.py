@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from lessons.l14_continuous_batching.lab.cost import StepCost
+from lessons.l26_kv_transfer.costs import Token
 from reference.simulator.costs import Deployment, FittedCost
 from reference.simulator.traces import TracedRequest
 
@@ -38,7 +39,7 @@ def how_many(request) -> int:
 
 
 def deployment(num_blocks: int) -> Deployment:
-    return Deployment("test", FittedCost(COST), num_blocks, kv_bytes_per_token=1e9, block_size=SIZE)
+    return Deployment("test", FittedCost(COST), num_blocks, token=Token(1e9, 1.0), block_size=SIZE)
 
 
 def trace_of(lines, with_prefixes: bool = True) -> list[TracedRequest]:

@@ -16,7 +16,7 @@ from reference.simulator.costs import Deployment, RooflineCost, new_deployment
 from reference.simulator.policies import Policy, new_cluster, new_replica, simulate
 from reference.simulator.replica import LazyPool, Replica
 from reference.simulator.served import Slo
-from reference.simulator.traces import TracedRequest
+from reference.simulator.traces import TracedRequest, next_tokens
 
 pytest.importorskip("hypothesis", reason="NOT RUN: needs hypothesis")
 from hypothesis import Phase, given
@@ -56,7 +56,8 @@ def by_the_lesson(name: str, trace, num_blocks: int):
         tokens = execute(step)
         steps.append((clock.now_s, chunks))
         # the tokens that the simulator gives them, because a prefix cache sees them
-        return [-1 - c.sequence.row for c in step.chunks if c.is_sampled][: len(tokens)]
+        sampled = [chunk.sequence for chunk in step.chunks if chunk.is_sampled]
+        return [next_tokens(s.tokens[-1], 1)[0] for s in sampled][: len(tokens)]
 
     arrivals = [
         Arrival(request.arrival_s, request.tokens(row), request.output_tokens)

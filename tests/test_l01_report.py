@@ -3,7 +3,11 @@
 import pytest
 
 from lessons.l01_roofline.__main__ import main
-from lessons.l01_roofline.planner.models import MODELS
+from lessons.l01_roofline.planner.elsewhere import DISK_LINK, GB, HOST_LINK, places
+from lessons.l01_roofline.planner.models import MODELS, find_model
+from lessons.l01_roofline.planner.plan import make_plan
+from lessons.l26_kv_transfer.costs import LINKS, token_of
+from lessons.toolbox.measure.hardware import CHIPS
 
 
 def run(capsys, arguments: str) -> tuple[int, str, str]:
@@ -74,3 +78,38 @@ def test_what_fits_of_a_batch_that_does_not(capsys):
     code, out, _ = run(capsys, "--gpu t4 --gpus 2 --batch 64")
     assert code == 0 and "Only 22 of 64 sequences fit" in out and "decode step of 22" in out
     assert "would do: a context of 1453 tokens" in out and "would do: 4 GPUs" in out
+
+
+def test_places_of_sequences_that_pause_by_hand(capsys):
+    """8192 tokens of 128 KiB are 1.07 GB: 186 of them in 200 GB, 16.8 ms over 64 GB/s, 76.7 ms more
+    over 14 GB/s, 85.9 ms over 100 Gb/s, and 343.6 over 25, which is slower than computing.
+    """
+    size = "--model llama-3-8b --gpu h100 --batch 8 --context 8192"
+    code, out, _ = run(capsys, f"{size} --host-gb 200 --disk-gb 2000 --link 100")
+    assert code == 0
+    for text in ("186", "16.8 ms", "1862", "93.5 ms", "85.9 ms"):
+        assert text in out, text
+    rows = [line for line in out.splitlines() if "another machine" in line]
+    assert "faster" in rows[0]
+    _, out, _ = run(capsys, f"{size} --link 25")
+    (row,) = [line for line in out.splitlines() if "another machine" in line]
+    assert "344 ms" in row and "slower" in row and "host memory" not in out
+    _, out, _ = run(capsys, size)
+    assert "pauses" not in out
+
+
+def test_places_are_lesson_26s():
+    """The links, and the time of a token, are those of its costs.py; two GPUs have two of each."""
+    token = token_of("llama-3-8b")
+    assert {HOST_LINK * GB, DISK_LINK * GB} == {LINKS["PCIe 5.0"], LINKS["NVMe"]}
+    for gpus in (1, 2):
+        plan = make_plan(find_model("llama-3-8b"), CHIPS["h100"], 4, 1000, gpus)
+        host, disk, network = places(plan, 10, 20, 100)
+        assert host.room_bytes == gpus * 10e9
+        assert host.back_s == pytest.approx(1000 * token.move_s(gpus * LINKS["PCIe 5.0"]))
+        disk_s = 1000 * token.move_s(gpus * LINKS["NVMe"])
+        assert disk.back_s == pytest.approx(host.back_s + disk_s)
+        assert network.back_s == pytest.approx(1000 * token.move_s(gpus * LINKS["100 Gb/s"]))
+    for name in ("host_link", "disk_link", "network_gbit"):
+        with pytest.raises(ValueError, match=name):
+            places(plan, 1, 1, **{name: 0})

@@ -19,9 +19,12 @@ from lessons.l26_kv_transfer.costs import (
     ways,
 )
 from lessons.l26_kv_transfer.lab.pictures import FIGURES
+from lessons.l26_kv_transfer.lab.simulated import APART, MANY, MIXED, rows_of
 from lessons.l26_kv_transfer.optimized import piece_for
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
+from reference.simulator.returning import OPTIONS
+from reference.simulator.workloads import chats
 from tests.excerpts import plain_readme, stray_excerpts
 
 ROOT = Path(__file__).parents[1]
@@ -182,3 +185,42 @@ def test_the_prices_in_more():
     for price in costs.PRICES:
         said(f"{price.dollars:g} dollars" if price.dollars != 2.5 else "2.50 dollars an hour")
     said(f"| {costs.KEPT_YEARS} years |")
+
+
+def test_apart_in_readme_and_more():
+    """How many GPUs and links 20 prompts a second need, and what short prompts win and lose."""
+    token = token_of(LLAMA, context=4096)
+    prompt_s = 4096 * token.compute_s + OVERHEAD_S
+    said(f"takes {prompt_s:.2f} s of a GPU. So 20 a second need {20 * prompt_s:.1f} GPUs")
+    sent_s = 4096 * token.move_s(LINKS["25 Gb/s"])
+    said(f"needs the link for {sent_s:.2f} s, so two links carry {2 / sent_s:.1f} prompts a second")
+    runs = {prompt: [rows_of(prompt, way) for way in (MIXED, APART)] for prompt in (4096, 256)}
+    for mixed, apart in zip(*runs[256]):
+        if mixed["rate"] == 80:
+            earlier = mixed["ttft_p50_ms"] - apart["ttft_p50_ms"]
+            later = apart["second_p50_ms"] - mixed["second_p50_ms"]
+            assert round(earlier) == round(later) == 7
+    said("the first token comes `7 ms` earlier, and the second one `7 ms` later after it")
+    mixed, apart = (rows[1] for rows in runs[4096])
+    assert mixed["rate"] == 8, "where it wins"
+    assert apart["ttft_p99_ms"] < mixed["ttft_p99_ms"] and apart["itl_p99_ms"] < mixed["itl_p99_ms"]
+    many = rows_of(4096, MANY)[-1]
+    assert many["rate"] == 20 and many["second_p99_ms"] > 5000, "seconds"
+    mixed, apart = (rows[-1] for rows in runs[4096])
+    assert apart["ttft_p99_ms"] > 2 * mixed["ttft_p99_ms"], "first tokens wait"
+
+
+def test_chats_in_more():
+    """Twice as much in the pool, most of the rest, nothing of a tier that the pool outgrows."""
+    rows = json.loads((ROOT / "results/simulated/l26_chats.json").read_text(encoding="utf-8"))
+    by = {row["way"]: row for row in rows["rows"]}
+    around, prefix = by["round robin"], by["by the prefix"]
+    small, large = (by[f"by the prefix, {size} GB of host memory"] for size in (40, 200))
+    assert prefix["pool"] == pytest.approx(2 * around["pool"], rel=0.05)
+    assert small["host"] == 0 and small["computed"] == prefix["computed"]
+    assert large["host"] > 0.25 and large["computed"] < 0.55 * prefix["computed"]
+    assert by["round robin, 200 GB of host memory"]["computed"] > 1.5 * large["computed"]
+    room = 0.9 * H100.memory_bytes - weight_bytes(LLAMA)
+    said(f"(40 GB beside {room / 1e9:.0f})")
+    prompts = [request.prompt_tokens for request in chats(OPTIONS)]
+    assert sum(prompts) / len(prompts) == pytest.approx(9000, rel=0.05)

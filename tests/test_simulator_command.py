@@ -16,9 +16,10 @@ from reference.simulator import __main__ as command
 from reference.simulator import check, figures, plan
 from reference.simulator.costs import MOST_GPUS, new_deployment
 from reference.simulator.policies import POLICIES, Policy, simulate
+from reference.simulator.recorded import parse_trace
 from reference.simulator.routers import ROUTERS
 from reference.simulator.served import Slo
-from reference.simulator.traces import at_rate, bursty, parse_trace, poisson, rate_of
+from reference.simulator.traces import at_rate, bursty, poisson, rate_of
 
 REPOSITORY = Path(__file__).parents[1]
 SLO = Slo(0.5, 0.05)

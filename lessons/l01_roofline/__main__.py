@@ -2,6 +2,7 @@
 
     python -m lessons.l01_roofline --model llama-3-70b --gpu h200 --batch 32 --context 4096
     python -m lessons.l01_roofline --model all --gpu h100
+    python -m lessons.l01_roofline --gpu h100 --context 8192 --host-gb 200 --disk-gb 2000 --link 100
 
 Every figure is a prediction: a floor or a ceiling from the model's shape and the GPU's data sheet.
 Nothing is measured (except that `--gpu cpu` measures this machine's ceilings first).
@@ -13,6 +14,7 @@ import sys
 from rich.console import Console
 
 from lessons.l01_roofline.calculators import positive
+from lessons.l01_roofline.planner.elsewhere import DISK_LINK, HOST_LINK, places, places_table
 from lessons.l01_roofline.planner.formats import NAMES, bits_of
 from lessons.l01_roofline.planner.models import MODELS, find_model
 from lessons.l01_roofline.planner.plan import make_plan
@@ -27,6 +29,11 @@ def number(text: str) -> float:
         return positive("it", float(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted: a number above 0") from None
+
+
+def size(text: str) -> float:
+    """A finite number, 0 or more, for argparse."""
+    return 0.0 if text.strip() in ("0", "0.0") else number(text)
 
 
 def count(text: str) -> int:
@@ -65,6 +72,11 @@ def new_parser() -> OneLineParser:
     option("--bits-per-kv", 16, "of the cache", number)
     option("--memory-share", 0.9, "of each GPU", number)
     option("--batched-tokens", 2048, "new tokens of one pass", count)
+    option("--host-gb", 0.0, "host memory of each GPU for sequences that pause", size)
+    option("--disk-gb", 0.0, "of a disk below it", size)
+    option("--host-link", HOST_LINK, "GB/s between a GPU and host memory", number)
+    option("--disk-link", DISK_LINK, "GB/s of a disk", number)
+    parser.add_argument("--link", type=number, help="Gb/s from a GPU to another machine")
     option("--dollars-per-hour", 3.0, "of one GPU; an assumption", number)
     option("--api-dollars", 0.5, "of 10⁶ tokens; an assumption", number)
     return parser
@@ -89,6 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if len(plans) == 1:
         print_report(plans[0], args.dollars_per_hour, args.api_dollars, console)
+        links = args.host_link, args.disk_link
+        if found := places(plans[0], args.host_gb, args.disk_gb, args.link, *links):
+            console.print(places_table(plans[0], found))
     else:
         print_all(plans, args.dollars_per_hour, console)
     return 0

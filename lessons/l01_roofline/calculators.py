@@ -71,6 +71,11 @@ def activation_bytes(
     return values * positive("bits_per_value", bits_per_value) / 8 + logits
 
 
+def move_s(moved_bytes: float, bytes_per_s: float) -> float:
+    """Seconds to move so many bytes over a link once."""
+    return moved_bytes / bytes_per_s
+
+
 def gpus_needed(total_bytes: float, memory_bytes_per_gpu: float) -> int:
     """Fewest GPUs that hold `total_bytes`, as a power of two, because tensor parallelism splits
     heads and widths evenly.

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lessons.l01_roofline.calculators import kv_bytes_per_token
+from lessons.l01_roofline.calculators import kv_bytes_per_token, move_s
 from lessons.l01_roofline.planner.models import ModelShape, find_model
 from lessons.l15_chunked_prefill.lab.costs import EFFICIENCY, PCIE_BYTES_PER_S, StepCost
 from lessons.toolbox.measure.hardware import CHIPS, Chip
@@ -35,17 +35,20 @@ class Price(NamedTuple):
 GPU_HOUR = Price(
     2.50,
     "an hour of an H100 SXM",
-    "mercatus-ai.com/blog/cloud-gpu-pricing: 1.99 to 5.00",
+    "an assumption: clouds asked 1.99 to 5.00 (mercatus-ai.com/blog/cloud-gpu-pricing)",
     "2026-05",
 )
 HOST_GB = Price(
     11.0,
     "a GB of server DDR5",
-    "particle.news on spot quotes: a module of 64 GB above 700",
+    "an assumption: 64 GB were quoted above 700 (particle.news), and lists are not public",
     "2025-11",
 )
 DISK_GB = Price(
-    0.365, "a GB of enterprise NVMe", "VDURA by servernews.ru/1135611: 30 TB TLC 10,950", "2026-Q1"
+    0.365,
+    "a GB of enterprise NVMe",
+    "VDURA's Flash Volatility Index (quoted by servernews.ru/1135611): 30 TB TLC 10,950",
+    "2026-Q1",
 )
 PRICES = GPU_HOUR, HOST_GB, DISK_GB
 KEPT_YEARS = 3  # after which memory and disks have paid for themselves, an assumption
@@ -81,7 +84,7 @@ class Token(NamedTuple):
 
     def move_s(self, bytes_per_s: float) -> float:
         """Seconds to move it once over a link."""
-        return self.kv_bytes / bytes_per_s
+        return move_s(self.kv_bytes, bytes_per_s)
 
 
 def token_of(

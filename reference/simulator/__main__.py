@@ -2,6 +2,8 @@
 
     python -m reference.simulator --model llama-3-8b --gpu h100 --trace poisson:rate=8 \\
         --policy chunked --slo ttft=0.5,itl=0.05
+    python -m reference.simulator --trace chats:rate=4,turns=8,pause=60 --host-gb 100 --disk-gb 1000
+    python -m reference.simulator --policy disaggregated --replicas 4 --prefill 1 --link 100
 
 prints TTFT, ITL, goodput and the GPUs needed. --policy all compares every policy. --out FOLDER
 draws latencies over the arrival rate and goodput over the number of GPUs. Every number is a
@@ -36,6 +38,21 @@ def share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not accepted: above 0, at most 1")
 
 
+def size(text: str, least: float = 0.0) -> float:
+    """A finite number of at least this, for argparse."""
+    try:
+        if least <= float(text) < 10**9:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not accepted: a number, {least:g} or more")
+
+
+def rate(text: str) -> float:
+    """A bandwidth, for argparse."""
+    return size(text, least=0.001)
+
+
 def failures(text: str) -> list[tuple[float, int]]:
     """ "30:0,60:2": replica 0 dies at 30 s and replica 2 at 60 s, for argparse."""
     try:
@@ -61,8 +78,9 @@ def new_parser() -> OneLineParser:
     option("--model", "llama-3-8b", "a model of lesson 1")
     option("--gpu", "h100", "a GPU of lesson 1's table")
     option("--gpus-per-replica", None, "default: the fewest that hold the weights", count)
-    option("--trace", "poisson:rate=8", "poisson:rate=8,requests=600,prompt=1024,output=200, or "
-           "bursty:rate=8,cv=4, or a file of JSON lines")  # fmt: skip
+    option("--trace", "poisson:rate=8", "poisson:rate=8,requests=600,prompt=1024,output=200, "
+           "bursty:rate=8,cv=4, chats:rate=4,turns=8,pause=60, mooncake:rate=4, or a file of JSON "
+           "lines (ours, or Mooncake's)")  # fmt: skip
     option("--policy", "chunked", f"{', '.join(NAMES)}, or all", choices=(*NAMES, "all"))
     option("--router", "least-loaded", "which replica gets a request", choices=ROUTER_NAMES)
     option("--slo", "ttft=0.5,itl=0.05", "limits in seconds")
@@ -71,6 +89,15 @@ def new_parser() -> OneLineParser:
     option("--most-replicas", 64, "when looking for how many", count)
     option("--max-num-batched-tokens", 1024, "of a chunked step", count)
     option("--max-num-seqs", None, "places of a replica; default: 256, 32 in waves", count)
+    option("--host-gb", 0.0, "host memory for K and V, of each GPU", size)
+    option("--disk-gb", 0.0, "of a disk below it", size)
+    option("--host-link", 64.0, "GB/s between a GPU and host memory", rate)
+    option("--disk-link", 14.0, "GB/s of a disk", rate)
+    option("--prefill", None, "replicas that compute prompts, if disaggregated; default: the best "
+           "of a quarter, a half and three quarters", count)  # fmt: skip
+    option("--link", 3600.0, "Gb/s between GPUs of replicas; 3600: NVLink", rate)
+    option("--send", "end", "K and V of a prompt: at its end, or layer by layer beside it",
+           choices=("end", "layers"))  # fmt: skip
     option("--failures", None, "30:0 lets replica 0 die at 30 s; needs --replicas", failures)
     option("--step-cost", None, "measured steps instead of data sheets: a file of lesson 14's "
            "lab/cost.py", Path)  # fmt: skip

@@ -6,6 +6,7 @@ and V travel to the second, which generates the rest (lesson 15, prefill/decode 
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,10 +16,11 @@ import numpy as np
 from lessons.l02_naive_attention.sampling import GREEDY
 from lessons.l14_continuous_batching.naive import StaticScheduler
 from lessons.l14_continuous_batching.sequence import Sequence
+from reference.simulator.links import Port, Prompts, send
 from reference.simulator.replica import NEVER, Replica
 from reference.simulator.routers import Router
 from reference.simulator.served import Served, summed_up
-from reference.simulator.traces import Trace, TracedRequest, own_token
+from reference.simulator.traces import Trace, TracedRequest, next_tokens
 
 
 class Failure(NamedTuple):
@@ -46,7 +48,8 @@ class Job:
         """What a scheduler gets: the prompt and all that was generated, and `limit` tokens to
         go.
         """
-        tokens = self.request.tokens(self.row) + [own_token(self.row)] * self.generated
+        prompt = self.request.tokens(self.row)
+        tokens = prompt + next_tokens(prompt[-1], self.generated)
         return Sequence(self.row, tokens, limit, GREEDY, frozenset())
 
     def collect(self, pieces: list[np.ndarray]) -> None:
@@ -65,6 +68,13 @@ class Pool:
         self.router = router
         self.tokens_each = tokens_each
         self.loads = np.zeros(len(replicas))
+        self.ports = [Port() for _ in replicas]
+
+    def choose(self, job: Job) -> int:
+        """The replica that gets a request, which counts it from now on."""
+        index = self.router.choose(job.request, self.loads)
+        self.loads[index] += 1
+        return index
 
     def limit(self, job: Job) -> int:
         """How many tokens a request gets from this pool."""
@@ -78,6 +88,16 @@ class Place(NamedTuple):
     index: int
 
 
+class Journey(NamedTuple):
+    """K and V on their way from one replica to another. seconds: what they need of a link."""
+
+    there_s: float
+    row: int
+    source: Place
+    target: Place
+    seconds: float
+
+
 class Cluster:
     """One or two pools, and all that is under way. A cluster serves one trace."""
 
@@ -87,7 +107,7 @@ class Cluster:
         self.failures = sorted(checked_failures(pools, failures))
         self.jobs: dict[int, Job] = {}
         self.events: list[tuple[float, Place]] = []  # when a replica does something by itself
-        self.travelling: list[tuple[float, int]] = []  # (when it is there, row)
+        self.travelling: list[Journey] = []  # a heap
         self.touched: dict[Place, None] = {}  # replicas to look at before time goes on
 
     def replica(self, place: Place) -> Replica:
@@ -106,18 +126,19 @@ class Cluster:
                 self.fail(self.failures.pop(0), on_done)
             while coming < len(trace) and trace[coming].arrival_s <= now_s:
                 self.jobs[coming] = Job(coming, trace[coming])
-                self.send(self.jobs[coming], 0, now_s)
+                self.send(self.jobs[coming], now_s)
                 coming += 1
-            while self.travelling and self.travelling[0][0] <= now_s:
-                _, row = heapq.heappop(self.travelling)
-                self.send(self.jobs[row], 1, now_s)
+            while self.travelling and self.travelling[0].there_s <= now_s:
+                journey = heapq.heappop(self.travelling)
+                self.hand_to(journey.target, self.jobs[journey.row], now_s)
             if coming == len(trace):
                 self.close()
             self.begin_steps(now_s)
         unserved = [row for row, job in self.jobs.items() if job.remaining]
         if unserved:
             raise RuntimeError(f"nothing runs, and {len(unserved)} requests were not served")
-        return summed_up(self.jobs.values(), len(self.places))
+        found = sum((self.replica(place).found for place in self.places), Counter())
+        return summed_up(self.jobs.values(), len(self.places), dict(found))
 
     def next_event_s(self, trace: Trace, coming: int) -> float:
         """When the next thing happens; infinity: never."""
@@ -125,7 +146,7 @@ class Cluster:
         if self.events:
             times.append(self.events[0][0])
         if self.travelling:
-            times.append(self.travelling[0][0])
+            times.append(self.travelling[0].there_s)
         busy = coming < len(trace) or len(times) > 1
         if busy and self.failures:  # no failure is waited for when all is served
             times.append(self.failures[0].at_s)
@@ -143,14 +164,31 @@ class Cluster:
             self.touched[place] = None
             if replica.planned is None:
                 continue
+            began_s = replica.planned.began_s
+            leaving = []
             for sequence in replica.complete():
                 job = self.take_from(place, sequence)
                 if job.remaining:
-                    # the newest token has no K and V yet
-                    journey_s = replica.deployment.transfer_s(len(sequence.tokens) - 1)
-                    heapq.heappush(self.travelling, (now_s + journey_s, job.row))
+                    leaving.append((job, sequence))
                 else:
                     on_done(job.row)
+            if leaving:
+                self.depart(place, leaving, began_s, now_s)
+
+    def depart(
+        self, source: Place, leaving: list[tuple[Job, Sequence]], began_s: float, now_s: float
+    ) -> None:
+        """Prompts of one step travel to the second pool, each to a replica chosen now."""
+        deployment, pool = self.replica(source).deployment, self.pools[1]
+        targets = [pool.choose(job) for job, _ in leaving]
+        # the newest token has no K and V yet
+        seconds = [deployment.transfer_s(len(sequence.tokens) - 1) for _, sequence in leaving]
+        prompts = Prompts(began_s, now_s, seconds, [pool.ports[target] for target in targets])
+        port = self.pools[source.pool].ports[source.index]
+        there_s = send(port, prompts, deployment.sent_in)
+        for (job, _), target, at_s, own_s in zip(leaving, targets, there_s, seconds):
+            journey = Journey(at_s, job.row, source, Place(1, target), own_s)
+            heapq.heappush(self.travelling, journey)
 
     def take_from(self, place: Place, sequence: Sequence) -> Job:
         """A request leaves a replica, with the tokens that it got there."""
@@ -160,28 +198,42 @@ class Cluster:
         self.pools[place.pool].loads[place.index] -= 1
         return job
 
-    def send(self, job: Job, pool: int, now_s: float) -> None:
-        """Hand a request to a replica of the pool."""
-        chosen = self.pools[pool]
-        place = Place(pool, chosen.router.choose(job.request, chosen.loads))
-        chosen.loads[place.index] += 1
-        sequence = job.sequence(chosen.limit(job))
+    def send(self, job: Job, now_s: float) -> None:
+        """Hand a request to a replica of the first pool."""
+        self.hand_to(Place(0, self.pools[0].choose(job)), job, now_s)
+
+    def hand_to(self, place: Place, job: Job, now_s: float) -> None:
+        """A replica that was chosen for a request gets it."""
+        sequence = job.sequence(self.pools[place.pool].limit(job))
         self.replica(place).receive(sequence, now_s)
         self.touched[place] = None
 
     def fail(self, failure: Failure, on_done: Callable[[int], None]) -> None:
         """A replica dies. Its requests go to the first pool again, with what they have generated,
-        of which K and V are lost.
+        of which K and V are lost. So do those whose K and V it was sending or receiving.
         """
         place = self.places[failure.replica]
         orphans = self.replica(place).die(failure.at_s)
         jobs = [self.take_from(place, sequence) for sequence in orphans]
+        jobs += self.lost_with(place, failure.at_s)
         self.pools[place.pool].loads[place.index] = np.inf
         for job in jobs:
             if job.remaining:
-                self.send(job, 0, failure.at_s)
+                self.send(job, failure.at_s)
             else:  # it had all its tokens, and waited for the end of its wave
                 on_done(job.row)
+
+    def lost_with(self, place: Place, now_s: float) -> list[Job]:
+        """The requests whose K and V were on their way from or to a replica that dies."""
+        lost = sorted(j for j in self.travelling if place in (j.source, j.target))
+        self.travelling = [journey for journey in self.travelling if journey not in lost]
+        heapq.heapify(self.travelling)
+        for there_s, _, source, target, seconds in lost:
+            self.pools[1].loads[target.index] -= 1
+            left_s = min(seconds, there_s - now_s)
+            self.pools[source.pool].ports[source.index].stop_sending(left_s, now_s)
+            self.pools[1].ports[target.index].stop_receiving(left_s, now_s)
+        return [self.jobs[journey.row] for journey in lost]
 
     def close(self) -> None:
         """No more requests will come, so no wave waits until it is full."""

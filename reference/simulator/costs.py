@@ -14,6 +14,7 @@ too good; lesson 20 measures what is missing.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from lessons.l14_continuous_batching.naive import PaddedStep
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.lab import costs as roofline
 from lessons.l15_chunked_prefill.lab.costs import LINKS_BYTES_PER_S, Work
+from lessons.l26_kv_transfer.costs import LINKS, Token, token_of
 from lessons.toolbox.measure.hardware import Chip, lookup
 
 BLOCK_SIZE = 16  # tokens
@@ -66,20 +68,39 @@ class FittedCost:
         return self.step.seconds(work.tokens, work.context)
 
 
+class Tiers(NamedTuple):
+    """Room for K and V beside the memory of each GPU, and the links to it, in one direction. 0
+    bytes: there is no such tier.
+    """
+
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    host_bytes_per_s: float = LINKS["PCIe 5.0"]
+    disk_bytes_per_s: float = LINKS["NVMe"]
+
+
+NO_TIERS = Tiers()
+NO_TOKEN = Token(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Deployment:
     """What one replica is made of, and what a step on it costs.
 
-    gpus: of one replica. num_blocks: of its cache. kv_bytes_per_token: what travels where prompts
-    and answers are computed apart. link_bytes_per_s: between replicas.
+    gpus: of one replica. num_blocks: of its cache. token: what one token keeps, and takes to
+    compute (lesson 26). tiers: of each GPU. link_bytes_per_s: of each GPU to those of other
+    replicas. sent_in: pieces, one for each layer, in which K and V of a prompt leave while it is
+    computed; 1: all of them at its end.
     """
 
     name: str
     cost: RooflineCost | FittedCost
     num_blocks: int
     gpus: int = 1
-    kv_bytes_per_token: float = 0.0
+    token: Token = NO_TOKEN
+    tiers: Tiers = NO_TIERS
     link_bytes_per_s: float = LINKS_BYTES_PER_S["NVLink"]
+    sent_in: int = 1
     block_size: int = BLOCK_SIZE
 
     def __call__(self, step: Step | PaddedStep) -> float:
@@ -91,8 +112,10 @@ class Deployment:
         return -(-tokens // self.block_size)
 
     def transfer_s(self, tokens: int) -> float:
-        """Seconds to send the K and V of so many tokens to another replica."""
-        return tokens * self.kv_bytes_per_token / self.link_bytes_per_s
+        """Seconds to send the K and V of so many tokens to another replica. Each GPU sends its own
+        part over a link of its own.
+        """
+        return tokens * self.token.move_s(self.gpus * self.link_bytes_per_s)
 
 
 def new_deployment(
@@ -100,12 +123,16 @@ def new_deployment(
     gpu: str = "h100",
     gpus: int | None = None,
     step_cost: Path | None = None,
+    tiers: Tiers = NO_TIERS,
+    link_bytes_per_s: float = LINKS_BYTES_PER_S["NVLink"],
+    by_layer: bool = False,
 ) -> Deployment:
     """A model of lesson 1 on GPUs of lesson 1, in 16 bits.
 
     gpus: of a replica; None takes the fewest that hold the weights in 90 % of their memory.
     step_cost: a file of measured steps as lesson 14's lab/cost.py writes it, instead of the
-    roofline. Raises ValueError for unknown names, and for a model that does not fit.
+    roofline. by_layer: whether a prompt's K and V are sent layer by layer. Raises ValueError for
+    unknown names, and for a model that does not fit.
     """
     shape, chip = find_model(model), lookup(gpu)
     gpus = checked_gpus(shape, chip, gpus)
@@ -128,7 +155,10 @@ def new_deployment(
         cost,
         predicted.kv_blocks(BLOCK_SIZE),
         gpus,
-        kv_bytes_per_token(shape),
+        token_of(shape, chip=whole),
+        tiers,
+        link_bytes_per_s,
+        shape.num_hidden_layers if by_layer else 1,
     )
 
 

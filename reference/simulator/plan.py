@@ -30,9 +30,9 @@ def serve_well(
     on_done: OnDone = ignored,
 ) -> Served:
     """Serve a trace; of "disaggregated", with the split of the replicas that keeps the objective
-    for the most requests.
+    for the most requests, unless the policy names one.
     """
-    if policy.name != "disaggregated":
+    if policy.name != "disaggregated" or policy.prefill_replicas:
         return simulate(trace, deployment, policy, replicas, on_done=on_done)
     splits = {max(1, min(replicas - 1, round(share * replicas))) for share in PREFILL_SHARES}
     runs = [

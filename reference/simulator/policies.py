@@ -20,11 +20,13 @@ from lessons.l14_continuous_batching.optimized import ContinuousScheduler
 from lessons.l15_chunked_prefill.lab.experiments import ReceivingScheduler
 from lessons.l15_chunked_prefill.naive import PrefillFirstScheduler
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l26_kv_transfer.blocks import Elsewhere
 from reference.simulator.cluster import Cluster, Failure, Pool
 from reference.simulator.costs import Deployment
 from reference.simulator.replica import LazyPool, Replica
 from reference.simulator.routers import ROUTERS, LeastLoaded
 from reference.simulator.served import Served
+from reference.simulator.tiers import VirtualTieredBlocks
 from reference.simulator.traces import Trace
 
 POLICIES = ("static", "dynamic", "continuous", "chunked", "disaggregated")
@@ -36,7 +38,8 @@ WHOLE_PROMPTS = 4096  # tokens of a step that runs prompts whole, but one prompt
 class Policy:
     """name: one of POLICIES. max_num_seqs: places of a replica; None: 32 in waves, else 256.
     max_num_batched_tokens: of a chunked step. max_wait_s: the window of "dynamic". prefill_share:
-    of the replicas of "disaggregated", those that compute prompts. router: one of ROUTERS.
+    of the replicas of "disaggregated", those that compute prompts; prefill_replicas: or how many.
+    router: one of ROUTERS.
     """
 
     name: str = "chunked"
@@ -45,10 +48,17 @@ class Policy:
     max_num_batched_tokens: int = 1024
     max_wait_s: float = 0.1
     prefill_share: float = 0.5
+    prefill_replicas: int | None = None
 
     @property
     def least_replicas(self) -> int:
-        return 2 if self.name == "disaggregated" else 1
+        return 1 + (self.prefill_replicas or 1) if self.name == "disaggregated" else 1
+
+    def prefilling(self, replicas: int) -> int:
+        """Of so many replicas of "disaggregated", how many compute prompts."""
+        return self.prefill_replicas or min(
+            replicas - 1, max(1, round(self.prefill_share * replicas))
+        )
 
 
 def new_cluster(
@@ -70,7 +80,7 @@ def new_cluster(
         )
     longest = longest_of(trace, deployment)
     # Without shared prefixes a prefix cache finds nothing. Lesson 14's schedulers never ask one.
-    shares_prefixes = any(request.prefix is not None for request in trace)
+    shares_prefixes = any(request.is_named for request in trace)
     caches = shares_prefixes and policy.name in ("chunked", "disaggregated")
     router = ROUTERS[policy.router]()
 
@@ -80,7 +90,7 @@ def new_cluster(
     if policy.name != "disaggregated":
         make = partial(new_scheduler, policy, deployment, longest)
         return Cluster([Pool(new(replicas, make, caches), router)], failures)
-    prefilling = min(replicas - 1, max(1, round(policy.prefill_share * replicas)))
+    prefilling = policy.prefilling(replicas)
     places = policy.max_num_seqs or PLACES
     budget = max(WHOLE_PROMPTS, longest, places)
     prompts = partial(step_by_step, PrefillFirstScheduler, places, budget)
@@ -131,14 +141,21 @@ def new_replica(
     deployment: Deployment,
     caches: bool,
 ) -> Replica:
-    """A replica with its own clock and its own blocks. caches: whether it keeps a prefix cache."""
+    """A replica with its own clock and its own blocks. caches: whether it keeps a prefix cache, and
+    below it the tiers of the deployment.
+    """
     clock, size = VirtualClock(), deployment.block_size
-    if caches:
+    tiered = caches and deployment.tiers.host_bytes + deployment.tiers.disk_bytes > 0
+    if tiered:
+        blocks = VirtualTieredBlocks(deployment, clock)
+    elif caches:
         blocks = CachingBlockManager(deployment.num_blocks, size, HashBlocks(size))
     else:
         blocks = BlockManager(1, size)
         blocks.pool = LazyPool(deployment.num_blocks)
     scheduler = make(blocks, clock)
+    if tiered:
+        scheduler.host = Elsewhere(blocks)
     uses_blocks = not isinstance(scheduler, StaticScheduler)
     return Replica(scheduler, blocks if uses_blocks else None, deployment, clock)
 

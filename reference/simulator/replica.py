@@ -7,6 +7,7 @@ first answer ends. `steps_alike` says when this is allowed; tests/test_cluster_s
 that the result is the same as asking before each step.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +20,24 @@ from lessons.l14_continuous_batching.naive import DynamicScheduler, PaddedStep
 from lessons.l14_continuous_batching.sequence import Sequence, Step
 from lessons.l15_chunked_prefill.lab.costs import Work
 from reference.simulator.costs import Deployment, work_of
-from reference.simulator.traces import own_token
+from reference.simulator.tiers import NOWHERE, POOL, VirtualTieredBlocks, VirtualTiers
+from reference.simulator.traces import next_tokens
 
 NEVER = float("inf")
 
 
 class Planned(NamedTuple):
-    """A step that the scheduler chose, and the steps like it that follow. ends_s: when each
-    ends.
+    """A step that the scheduler chose, and the steps like it that follow. ends_s: when each ends;
+    began_s: when the first begins.
     """
 
     step: Step | PaddedStep
     ends_s: np.ndarray
+    began_s: float
+
+    def until(self, at_s: float) -> "Planned":
+        """Without the steps that would begin later."""
+        return self._replace(ends_s=self.ends_s[: 1 + np.searchsorted(self.ends_s, at_s)])
 
 
 class Replica:
@@ -52,14 +59,20 @@ class Replica:
         self.token_s: dict[int, list[np.ndarray]] = {}  # of each request that is here
         self.here: dict[int, Sequence] = {}
         self.history: list[tuple[float, list[tuple[int, int]]]] | None = None
+        self.caches = isinstance(blocks, CachingBlockManager)
+        tiered = isinstance(blocks, VirtualTieredBlocks)
+        self.tiers: VirtualTiers | None = blocks.connector if tiered else None
+        self.found: Counter[str] = Counter()  # tokens of prompts by where their K and V were
 
     @property
     def next_event_s(self) -> float:
-        """When it can do something by itself: a step ends, or the window of a wave."""
+        """When it can do something by itself: a step ends, a load, or the window of a wave."""
         if not self.is_alive:
             return NEVER
         if self.planned is not None:
             return float(self.planned.ends_s[-1])
+        if self.tiers is not None:
+            return self.tiers.next_event_s
         if isinstance(self.scheduler, DynamicScheduler):
             return self.scheduler.opens_at_s
         return NEVER
@@ -71,8 +84,7 @@ class Replica:
         if self.planned is None:
             self.clock.now_s = at_s
         else:
-            step, ends_s = self.planned
-            self.planned = Planned(step, ends_s[: 1 + np.searchsorted(ends_s, at_s)])
+            self.planned = self.planned.until(at_s)
         with self.clock.at(at_s):
             self.scheduler.add(sequence)
         self.here[sequence.row] = sequence
@@ -85,10 +97,16 @@ class Replica:
         if not self.is_alive:
             return
         self.clock.now_s = now_s
+        if self.tiers is not None:
+            self.blocks.settle()
         waited = len(self.scheduler.waiting)
+        ran = set(self.scheduler.running) if self.caches else set()
         step = self.scheduler.schedule()
         if not step.chunks:
             return
+        if self.caches:
+            self.count_found([chunk.sequence for chunk in step.chunks if chunk.sequence not in ran])
+        began_s = self.clock.now_s  # later than now_s, if the scheduler had to wait for a load
         count = 1 if len(self.scheduler.waiting) != waited else self.steps_alike(step)
         work = work_of(step)
         if count > 1:
@@ -97,7 +115,19 @@ class Replica:
             work = Work(work.tokens, work.pairs + more, work.context + more, work.sampled)
         seconds = np.atleast_1d(self.deployment.cost.seconds(work))
         # summed from the front, as a clock is that each step moves
-        self.planned = Planned(step, np.cumsum(np.concatenate(([now_s], seconds)))[1:])
+        ends_s = np.cumsum(np.concatenate(([began_s], seconds)))[1:]
+        self.planned = Planned(step, ends_s, began_s)
+        if self.tiers is not None:
+            self.planned = self.planned.until(self.tiers.next_event_s)
+
+    def count_found(self, begin: list[Sequence]) -> None:
+        """Where K and V of those were that begin, or begin again after preemption."""
+        for sequence in begin:
+            blocks = self.blocks.tables[sequence.row][: self.blocks.blocks_for(sequence.computed)]
+            for block in blocks:
+                tier = POOL if self.tiers is None else self.blocks.tier_of(block)
+                self.found[tier] += self.blocks.block_size
+            self.found[NOWHERE] += sequence.to_compute
 
     def steps_alike(self, step: Step | PaddedStep) -> int:
         """How many times the scheduler would choose this step, one token of each sequence, if no
@@ -112,6 +142,11 @@ class Replica:
             if not sequence.is_decoding:
                 return 1
             count = min(count, sequence.max_new_tokens - len(sequence.output))
+            if self.tiers is not None or (self.caches and sequence.tokens[-1] >= 0):
+                # A block that is full is saved then, or found to be another request's.
+                count = min(
+                    count, self.blocks.block_size - sequence.computed % self.blocks.block_size
+                )
         while count > 1 and self.blocks is not None and not self.has_blocks(step, count):
             count //= 2
         return count
@@ -128,18 +163,18 @@ class Replica:
 
     def complete(self) -> list[Sequence]:
         """The planned steps have run. Returns who has left."""
-        step, ends_s = self.planned
+        step, ends_s, _ = self.planned
         if self.history is not None:
             chunks = [(chunk.sequence.row, chunk.count) for chunk in step.chunks]
             self.history += [(float(end_s), chunks) for end_s in ends_s]
         self.planned = None
+        self.clock.now_s = float(ends_s[-1])  # when blocks that are full now are saved
         more = len(ends_s) - 1
         for sequence in self.scheduler.finish(step):
-            sequence.append(own_token(sequence.row))
+            sequence.append(*next_tokens(sequence.tokens[-1], 1))
             self.token_s[sequence.row].append(ends_s)
             if more:
                 self.skip(sequence, more)
-        self.clock.now_s = float(ends_s[-1])
         left = self.scheduler.leave()
         for sequence in left:
             del self.here[sequence.row]
@@ -151,7 +186,7 @@ class Replica:
         """
         held = sequence.computed
         sequence.computed += count
-        tokens = [own_token(sequence.row)] * count
+        tokens = next_tokens(sequence.tokens[-1], count)
         sequence.output += tokens
         sequence.all_tokens += tokens
         if self.blocks is None:
@@ -160,17 +195,17 @@ class Replica:
         if sequence.computed > len(self.blocks.tables[sequence.row]) * size:
             self.blocks.grow(sequence.row, held, sequence.computed)
         is_fuller = sequence.computed // size > held // size
-        if is_fuller and isinstance(self.blocks, CachingBlockManager):
+        if is_fuller and self.caches:
             self.blocks.remember(sequence.row, sequence.tokens[: sequence.computed])
 
     def die(self, at_s: float) -> list[Sequence]:
         """It stops at once: the step that runs now is lost. Returns who was here and has to go."""
         left = []
         if self.planned is not None:
-            step, ends_s = self.planned
+            ends_s = self.planned.ends_s
             done = ends_s[: np.searchsorted(ends_s, at_s, side="right")]
             if len(done):
-                self.planned = Planned(step, done)
+                self.planned = self.planned._replace(ends_s=done)
                 left = self.complete()
             self.planned = None
         assert not left, "a step that ends now was completed before"

@@ -12,18 +12,27 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
+from lessons.l26_kv_transfer.costs import GB
 from lessons.toolbox.draw.figure import number, save
 from reference.simulator.cluster import Failure
-from reference.simulator.costs import Deployment, new_deployment
+from reference.simulator.costs import Deployment, Tiers, new_deployment
 from reference.simulator.plan import Needed, gpus_needed, over_rates, over_replicas
 from reference.simulator.policies import POLICIES, Policy, simulate
+from reference.simulator.recorded import parse_trace
 from reference.simulator.served import Slo, percentile
-from reference.simulator.traces import Trace, at_rate, parse_trace, rate_of
+from reference.simulator.tiers import DISK, HOST, NOWHERE, POOL
+from reference.simulator.traces import Trace, at_rate, rate_of
 
 DRAWN = ("static", "continuous", "chunked", "disaggregated")
 LOADS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.4, 1.8)  # of what the replicas do in an offline job
 BUSY_REPLICAS = 4
 MOST_POINTS = 8  # numbers of replicas in the figure
+WHERE = {
+    POOL: "were in the pool",
+    HOST: "came from host memory",
+    DISK: "came from the disk",
+    NOWHERE: "were computed",
+}
 MOST_OF_A_JOB = 600  # requests from which the capacity is found
 
 
@@ -36,12 +45,28 @@ def progress(what: str) -> Iterator:
 
 def policy_of(args: argparse.Namespace, name: str) -> Policy:
     """A policy with the options of the command line."""
-    return Policy(name, args.router, args.max_num_seqs, args.max_num_batched_tokens)
+    places, budget = args.max_num_seqs, args.max_num_batched_tokens
+    return Policy(name, args.router, places, budget, prefill_replicas=args.prefill)
+
+
+def deployment_of(args: argparse.Namespace) -> Deployment:
+    """A replica with the options of the command line."""
+    tiers = Tiers(*(GB * each for each in (args.host_gb, args.disk_gb)),
+                  *(GB * each for each in (args.host_link, args.disk_link)))  # fmt: skip
+    return new_deployment(
+        args.model,
+        args.gpu,
+        args.gpus_per_replica,
+        args.step_cost,
+        tiers,
+        args.link * GB / 8,
+        by_layer=args.send == "layers",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print the table, draw. Returns the exit code."""
-    deployment = new_deployment(args.model, args.gpu, args.gpus_per_replica, args.step_cost)
+    deployment = deployment_of(args)
     slo, trace = Slo.parse(args.slo), parse_trace(args.trace)
     if args.out is not None:
         at_rate(trace, 1.0)  # raises if the trace has no rate: better now than after the table
@@ -96,6 +121,12 @@ def print_table(
             notes.append(
                 f"{name}: no number of GPUs that was tried is enough; the line shows {row.gpus}."
             )
+        if found := row.served.found:
+            total = sum(found.values())
+            shares = ", ".join(
+                f"{found[tier] / total:.0%} {said}" for tier, said in WHERE.items() if tier in found
+            )
+            notes.append(f"{name}: of the tokens of prompts {shares}.")
     for note in notes:
         console.print(note, style="dim", markup=False)
 

@@ -1,7 +1,7 @@
 """What came out of a run: when each token came, and what share of the requests was served well."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -36,7 +36,8 @@ class Served:
     """A run. All times are seconds on the clock.
 
     arrival_s: [R]. counts: [R], tokens of each answer. token_s: [sum of counts], when each token
-    came, request after request. preemptions: [R]. replicas: how many there were.
+    came, request after request. preemptions: [R]. replicas: how many there were. found: {where K
+    and V of prompts were: tokens}, if there was a prefix cache.
     """
 
     arrival_s: np.ndarray
@@ -44,6 +45,7 @@ class Served:
     token_s: np.ndarray
     preemptions: np.ndarray
     replicas: int
+    found: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def first(self) -> np.ndarray:
@@ -102,7 +104,7 @@ def percentile(values: np.ndarray, percent: float) -> float:
     return float(np.percentile(values, percent)) if len(values) else float("nan")
 
 
-def summed_up(jobs: Iterable, replicas: int) -> Served:
+def summed_up(jobs: Iterable, replicas: int, found: dict[str, int]) -> Served:
     """The jobs of a cluster, all served, in the order of arrival."""
     jobs = sorted(jobs, key=lambda job: job.row)
     counts = np.array([job.generated for job in jobs])
@@ -114,4 +116,5 @@ def summed_up(jobs: Iterable, replicas: int) -> Served:
         np.concatenate([piece for job in jobs for piece in job.token_s]),
         np.array([job.preemptions for job in jobs]),
         replicas,
+        found,
     )

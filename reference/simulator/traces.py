@@ -2,36 +2,31 @@
 
     poisson("rate=8")            independent arrivals
     bursty("rate=8,cv=4")        the same rate in bursts
-    read_trace(Path("day.jsonl"))  a recorded trace, one JSON object a line:
-        {"arrival_s": 0.25, "prompt_tokens": 900, "output_tokens": 120, "prefix": "chat-7"}
+
+Conversations are in workloads.py, recorded traces in recorded.py.
 
 Lengths come from lesson 14's distributions: prompts are uniform between half and one and a half
 times their mean, answers are geometric, so an answer of any length may end with the next token.
 """
 
-import json
 import math
 import random
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
 from lessons.l14_continuous_batching.lab.workload import draw, geometric, uniform
-from lessons.toolbox.model.arguments import is_whole, shown
+from lessons.l26_kv_transfer.lab.traces import BLOCK_SIZE as NAMED_TOKENS
 
 MOST_REQUESTS = 10**6
 MOST_TOKENS = 10**7  # of a prompt or an answer
-FIELDS = (
-    '{"arrival_s": seconds, "prompt_tokens": 1 or more, "output_tokens": 1 or more, and perhaps '
-    '"prefix": a name, "prefix_tokens": at most prompt_tokens}'
-)
 
 
 class TracedRequest(NamedTuple):
     """One line of a trace. output_tokens: how long the answer is, which no scheduler and no router
     knows. prefix: requests of one name begin with the same tokens, for prefix_tokens of them.
+    hash_ids: or the names of the blocks of 512 tokens with which the prompt begins.
     """
 
     arrival_s: float
@@ -39,19 +34,35 @@ class TracedRequest(NamedTuple):
     output_tokens: int
     prefix: str | None = None
     prefix_tokens: int = 0
+    hash_ids: tuple[int, ...] = ()
+
+    @property
+    def is_named(self) -> bool:
+        """Whether another prompt may begin alike."""
+        return self.prefix is not None or bool(self.hash_ids)
 
     def tokens(self, row: int) -> list[int]:
-        """Its prompt as request number `row`: token ids that are equal only in a shared prefix."""
-        own = [own_token(row)] * (self.prompt_tokens - self.prefix_tokens)
-        first = (
-            crc32((self.prefix or "").encode()) << 30
-        )  # below 2⁶³, as a hash of tokens wants them
-        return [*range(first, first + self.prefix_tokens), *own]
+        """Its prompt as request number `row`: token ids that are equal only in a shared prefix.
+        All are below 2⁶³, as a hash of tokens wants them.
+        """
+        first = crc32((self.prefix or "").encode()) << 30
+        shared = [*range(first, first + self.prefix_tokens)]
+        for name in self.hash_ids:
+            first = (1 << 62) + name * 2 * NAMED_TOKENS  # twice: an answer begins no other block
+            shared += range(first, first + NAMED_TOKENS)
+        return shared + [own_token(row)] * (self.prompt_tokens - len(shared))
 
 
 def own_token(row: int) -> int:
     """A token that only request number `row` has: prefixes have no negative ones."""
     return -1 - row
+
+
+def next_tokens(last: int, count: int) -> list[int]:
+    """The next tokens of an answer. After a prompt that is a prefix as a whole it goes on with that
+    prefix, because the next turn of a conversation begins with this answer.
+    """
+    return [last] * count if last < 0 else [*range(last + 1, last + 1 + count)]
 
 
 Trace = Sequence[TracedRequest]  # in the order of arrival
@@ -123,65 +134,7 @@ def read_options(kind: str, text: str, known: dict) -> dict:
             raise ValueError(f"--trace {kind}: got {part!r}; {accepted}") from None
         least = 0 if name in ("seed", "prefixes") else 1e-6
         most = MOST_REQUESTS if name == "requests" else MOST_TOKENS
-        is_number = name in ("rate", "cv") or values[name] % 1 == 0
+        is_number = name in ("rate", "cv", "pause") or values[name] % 1 == 0
         if name not in known or not least <= values[name] <= most or not is_number:
             raise ValueError(f"--trace {kind}: got {part!r}; {accepted}")
     return values
-
-
-# ---------------------------------------------------------------- recorded
-
-
-def read_trace(path: Path) -> list[TracedRequest]:
-    """A recorded trace, sorted by arrival. Raises ValueError, in one line, for anything else."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--trace {path}: {error}; accepted: a file of JSON lines") from None
-    if len(lines) > MOST_REQUESTS:
-        raise ValueError(f"--trace {path}: {len(lines)} lines; accepted: at most {MOST_REQUESTS}")
-    requests = [read_line(path, at, line) for at, line in enumerate(lines, 1) if line.strip()]
-    if not requests:
-        raise ValueError(f"--trace {path}: no request in it; accepted: lines of {FIELDS}")
-    return sorted(requests, key=lambda request: request.arrival_s)
-
-
-def read_line(path: Path, at: int, line: str) -> TracedRequest:
-    """Line number `at` as a request. Raises ValueError that names the line."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        fields = line
-    if not is_request(fields):
-        raise ValueError(f"--trace {path}, line {at}: got {shown(fields)}; accepted: {FIELDS}")
-    lengths = fields["prompt_tokens"], fields["output_tokens"]
-    prefix = fields.get("prefix")
-    # without a length, the whole prompt: turns of one conversation, each longer than the one before
-    shared = fields.get("prefix_tokens", lengths[0]) if prefix else 0
-    return TracedRequest(float(fields["arrival_s"]), *lengths, prefix, shared)
-
-
-def is_request(fields) -> bool:
-    """Whether a line holds what FIELDS says, and nothing that it does not."""
-    known = {*TracedRequest._fields}
-    if not isinstance(fields, dict) or not fields.keys() <= known:
-        return False
-    arrival_s, prompt = fields.get("arrival_s"), fields.get("prompt_tokens")
-    is_time = isinstance(arrival_s, (int, float)) and not isinstance(arrival_s, bool)
-    if not is_time or not 0 <= arrival_s < math.inf:
-        return False
-    lengths = prompt, fields.get("output_tokens")
-    if not all(is_whole(length, 1) and length <= MOST_TOKENS for length in lengths):
-        return False
-    if not isinstance(fields.get("prefix", ""), str):
-        return False
-    shared = fields.get("prefix_tokens", 0)
-    return is_whole(shared, 0) and shared <= prompt
-
-
-def parse_trace(text: str) -> list[TracedRequest]:
-    """ "poisson:rate=8", "bursty:rate=8,cv=4", or the path of a recorded trace."""
-    kind, _, options = text.partition(":")
-    if kind in ("poisson", "bursty"):
-        return {"poisson": poisson, "bursty": bursty}[kind](options)
-    return read_trace(Path(text).expanduser())

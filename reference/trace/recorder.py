@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from lessons.toolbox.command import OneLineParser, run_command
+from reference.trace.places import Blocks
 
 VERSION = 1
 VIEWER = Path(__file__).with_name("trace_viewer.html")
@@ -46,9 +47,8 @@ class Recorder:
         self.count = 0
         self.phases: dict[int, str] = {}  # by row
         self.sequences: dict[int, Any] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.cached: set[int] = set()
         scheduler = engine.scheduler
+        self.blocks = Blocks(scheduler.blocks)
         about = dict(
             name="engine",
             version=VERSION,
@@ -74,8 +74,7 @@ class Recorder:
             waiting=[sequence.row for sequence in self.engine.scheduler.waiting],
             preempted=preempted,
             copies=step.copies,
-            tables=self.changed_tables(),
-            **self.changed_cache(),
+            **self.blocks.changes(),
             free=self.engine.scheduler.blocks.num_free,
         )
         before = {row: len(sequence.output) for row, sequence in self.sequences.items()}
@@ -84,6 +83,7 @@ class Recorder:
         except BaseException as error:
             self.write_step(began, about | dict(error=type(error).__name__))
             raise
+        self.blocks.look()
         for request in touched:
             for sequence in request.sequences:
                 self.meet_one(sequence, began)
@@ -151,22 +151,6 @@ class Recorder:
             self.write(self.phases.pop(row), "e", now, cat="request", id=row)
             about = dict(reason=sequence.finish_reason, tokens=len(sequence.output))
             self.write("answer", "e", now, cat="request", id=row, args=about)
-
-    def changed_tables(self) -> dict[int, list[int] | None]:
-        """The tables that are not as they were; None for one that is gone."""
-        now = {row: list(table) for row, table in self.engine.scheduler.blocks.tables.items()}
-        gone = {row: None for row in self.tables if row not in now}
-        changed = {row: table for row, table in now.items() if self.tables.get(row) != table}
-        self.tables = now
-        return gone | changed
-
-    def changed_cache(self) -> dict[str, list[int]]:
-        """Blocks that the prefix cache remembers, and did not before; those that it forgot."""
-        blocks = self.engine.scheduler.blocks
-        cache = getattr(blocks, "cache", ())  # without prefix caching there is none
-        now = {block for block in range(blocks.num_blocks) if block in cache}
-        before, self.cached = self.cached, now
-        return dict(remembered=sorted(now - before), forgotten=sorted(before - now))
 
     def write(self, name: str, kind: str, at: float, **more) -> None:
         """An event in Chrome's format. at: seconds of the clock."""

@@ -1,9 +1,9 @@
-"""The lesson's four pictures. All are computed or predicted, none is measured.
+"""The lesson's five pictures. All are computed, predicted or simulated, none is measured.
 
     python -m lessons.l26_kv_transfer.lab.pictures
 
-writes pauses.svg, links.svg, pages.svg and gather.svg beside this file. The last one reads
-results/counted/l26_gather.json.
+writes pauses.svg, links.svg, pages.svg, gather.svg and apart.svg beside this file. The last two
+read results/counted/l26_gather.json and results/simulated/l26_apart.json.
 """
 
 import json
@@ -23,6 +23,7 @@ from lessons.l26_kv_transfer.costs import (
     ways,
 )
 from lessons.l26_kv_transfer.lab.predicted import RECORD
+from lessons.l26_kv_transfer.lab.simulated import draw_apart
 from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import (
     GREY,
@@ -208,6 +209,7 @@ FIGURES = {
     "links": draw_links,
     "pages": draw_pages,
     "gather": draw_gather,
+    "apart": draw_apart,
 }
 
 
