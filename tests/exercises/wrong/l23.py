@@ -236,7 +236,7 @@ def turned_kernel(
     expert = tl.load(tile_experts_ptr + tile)
     pair = tl.load(pairs_ptr + tile * BLOCK + lane)
     is_pair = (pair < num_pairs) & (expert >= 0)
-    matrix = weight_ptr + tl.maximum(expert, 0) * num_outputs * size
+    matrix = weight_ptr + tl.maximum(expert, 0).to(tl.int64) * num_outputs * size
     router = tl.load(router_ptr + pair, mask=is_pair, other=0.0)
     for first in range(0, num_outputs, BLOCK):
         n = first + lane

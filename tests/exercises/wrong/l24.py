@@ -510,8 +510,8 @@ def by_words_kernel(
     logits_ptr, words_ptr, V, row_step, step, words_step, word_step, BLOCK: tl.constexpr
 ):
     """A tile [BLOCK / 32 words, 32 bits]; each word is loaded once."""
-    row = tl.program_id(0) // tl.cdiv(V, BLOCK)
-    first = tl.program_id(0) % tl.cdiv(V, BLOCK) * (BLOCK // 32)
+    row = (tl.program_id(0) // tl.cdiv(V, BLOCK)).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) % tl.cdiv(V, BLOCK) * (BLOCK // 32)
     word, bit = first + tl.arange(0, BLOCK // 32), tl.arange(0, 32)
     bits = tl.load(words_ptr + row * words_step + word * word_step, mask=word * 32 < V, other=-1)
     token = word[:, None] * 32 + bits_of(bit)
@@ -531,7 +531,7 @@ def bits_of(bit):
 @answers.alternative("24.3")
 def word_by_word(logits, words):
     """A grid of one dimension, a block as long as the row is, up to 2048."""
-    if logits.ndim != 2 or not logits.is_floating_point():
+    if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.half, torch.bfloat16):
         raise ValueError(f"logits must be [B, V] floats, not {tuple(logits.shape)}, {logits.dtype}")
     batch, size = logits.shape
     if words.shape != (batch, -(-size // 32)) or words.dtype is not torch.int32:
