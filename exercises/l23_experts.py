@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
-# Generated from solutions/l23_experts.py, checksum 84bc6af8a142. Generating again never overwrites your edits.
+# Generated from solutions/l23_experts.py, checksum a34a630004af. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
 
@@ -35,7 +35,8 @@ def expert_rows_kernel(
 
     Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is
     T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` requires. size and num_outputs
-    need not be multiples of blocks. `tl.dot` needs input_precision="ieee".
+    need not be multiples of blocks. `tl.dot` needs input_precision="ieee". E · N · K may be more
+    than 2³¹, so the place of a weight needs 64 bits.
     """
     raise NotImplementedError("Exercise 23.1: The kernel: all experts in one launch")
 
@@ -60,8 +61,8 @@ def expert_rows(
     pairs: [tiles · 16] int32, the numbers of the pairs, sorted by expert. Each expert begins a new
     tile of 16 places, and places that are left in its last tile hold T · k, which is no pair.
     tile_experts: [tiles] int32, the expert of each tile, or −1 for a tile that is not used. The
-    places of such a tile hold numbers of an earlier step. A pair that is in no used tile belongs to
-    an expert of another rank: its row stays zero.
+    places of such a tile hold numbers of an earlier step, which may be those of any pair. A pair
+    that is in no used tile belongs to an expert of another rank: its row stays zero.
 
     The wrapper is done. It launches `expert_rows_kernel` above, which is yours to write. Aim: no
     copy of rows of x or of experts. Errors: none to raise.

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=24
-# Generated from solutions/l24_structured_outputs.py, checksum 6b4b27d76427. Generating again never overwrites your edits.
+# Generated from solutions/l24_structured_outputs.py, checksum ac2252621c49. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 24: which tokens may come next, what a mask does to probabilities, and a
 kernel with its wrapper.
@@ -99,7 +99,7 @@ def forbid(logits: Tensor, words: Tensor) -> None:
     - One launch for all rows. BLOCK is a power of two, at most 4096. A row of the words may end
       before the block does.
     - grid: its first size may be up to 2**31 − 1, the second and third up to 65535. B may be
-      100000, and V 262144.
+      100000, and V 262144, so the place of a logit needs 64 bits.
     - num_warps is given in the launch, a power of two. A warp has 32 lanes, and each lane should
       have 4 to 16 of the BLOCK tokens.
     - B = 0 or V = 0: no launch, because a grid of size 0 is an error on a GPU.

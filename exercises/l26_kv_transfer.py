@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=26
-# Generated from solutions/l26_kv_transfer.py, checksum 13d50873ea83. Generating again never overwrites your edits.
+# Generated from solutions/l26_kv_transfer.py, checksum 5423a637e948. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of
 two tiers, a log with a race in it, and the score of a router.
@@ -64,7 +64,14 @@ def pack_kernel(
     raise NotImplementedError("Exercise 26.2: A kernel that packs pages")
 
 
-@exercise("26.2", "A kernel that packs pages", minutes=30, difficulty=2)
+@exercise(
+    "26.2",
+    "A kernel that packs pages",
+    minutes=30,
+    difficulty=2,
+    replaces="lessons.l26_kv_transfer.stand_ins:gather",
+    through="reference.ladder.yours.pages:gather",
+)
 def pack_pages(pages: Tensor, blocks: Tensor, piece: int = 16) -> Tensor:
     """Copies of some blocks side by side, by `pack_kernel` above, which is yours to write; this
     wrapper is done. pages: [layers, num_blocks, PAGE] float32 -> [rows, layers, PAGE].

@@ -32,7 +32,8 @@ def expert_rows_kernel(
 
     Shapes and meaning as in `expert_rows` below; all tensors are contiguous, and num_pairs is
     T · k. BLOCK_M, BLOCK_N, BLOCK_K are at least 16, as `tl.dot` requires. size and num_outputs
-    need not be multiples of blocks. `tl.dot` needs input_precision="ieee".
+    need not be multiples of blocks. `tl.dot` needs input_precision="ieee". E · N · K may be more
+    than 2³¹, so the place of a weight needs 64 bits.
     """
     # SOLUTION 23.1
     expert = tl.load(tile_experts_ptr + tl.program_id(0)).to(tl.int64)
@@ -77,8 +78,8 @@ def expert_rows(
     pairs: [tiles · 16] int32, the numbers of the pairs, sorted by expert. Each expert begins a new
     tile of 16 places, and places that are left in its last tile hold T · k, which is no pair.
     tile_experts: [tiles] int32, the expert of each tile, or −1 for a tile that is not used. The
-    places of such a tile hold numbers of an earlier step. A pair that is in no used tile belongs to
-    an expert of another rank: its row stays zero.
+    places of such a tile hold numbers of an earlier step, which may be those of any pair. A pair
+    that is in no used tile belongs to an expert of another rank: its row stays zero.
 
     The wrapper is done. It launches `expert_rows_kernel` above, which is yours to write. Aim: no
     copy of rows of x or of experts. Errors: none to raise.

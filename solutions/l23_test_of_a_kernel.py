@@ -112,11 +112,10 @@ def check_expert_rows(implementation: Callable[..., Tensor]) -> None:
         chosen = favour.topk(top_k).indices
         chosen = torch.where(chosen < held, chosen, -1)
         pairs, tile_experts, _ = align_in_python(chosen, held, 16)
-        elsewhere = (chosen.flatten() < 0).nonzero().flatten().int()
-        if len(elsewhere):  # an unused tile with numbers of an earlier step
-            old = elsewhere.repeat(16)[:16]
+        if (chosen < 0).any():  # unused tiles with the numbers of all pairs
+            old = torch.arange(3 * 16, dtype=torch.int32) % (tokens * top_k)
             pairs = torch.cat([pairs, old])
-            tile_experts = torch.cat([tile_experts, tile_experts.new_tensor([-1])])
+            tile_experts = torch.cat([tile_experts, tile_experts.new_tensor([-1] * 3)])
         want = torch.zeros(tokens * top_k, outputs, dtype=torch.float64)
         for pair, expert in enumerate(chosen.flatten().tolist()):
             if expert >= 0:

@@ -91,7 +91,7 @@ def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int)
     # SOLUTION
     answers: list[list[int]] = [[] for _ in first]
     running = list(range(len(first)))  # the request of each row
-    launched = device.start(first)
+    launched = device.start(first) if first else None
     while running:
         ahead = [
             request

@@ -85,7 +85,14 @@ def pack_kernel(
     # END
 
 
-@exercise("26.2", "A kernel that packs pages", minutes=30, difficulty=2)
+@exercise(
+    "26.2",
+    "A kernel that packs pages",
+    minutes=30,
+    difficulty=2,
+    replaces="lessons.l26_kv_transfer.stand_ins:gather",
+    through="reference.ladder.yours.pages:gather",
+)
 def pack_pages(pages: Tensor, blocks: Tensor, piece: int = 16) -> Tensor:
     """Copies of some blocks side by side, by `pack_kernel` above, which is yours to write; this
     wrapper is done. pages: [layers, num_blocks, PAGE] float32 -> [rows, layers, PAGE].

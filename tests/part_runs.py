@@ -234,6 +234,21 @@ def masks():
     return [[one.token_ids for one in each] for each in answers_of(engine_of_tokens(), *ask)]
 
 
+@part("26.2")
+def blocks_from_host_memory():
+    """An engine whose second prompt leaves the pool for host memory and comes back. The first one
+    takes the blocks whose numbers are those of their rows.
+    """
+    one, two, three = ([(7 * n + at) % 59 for n in range(16)] for at in (0, 20, 40))
+    small = dict(max_num_seqs=1, block_size=4, num_gpu_blocks_override=6, max_model_len=LONGEST)
+    args = EngineArgs(enable_prefix_caching=True, kv_offloading_size=0.001, **small)
+    engine = engine_over(new_model(ONE_LAYER).float(), None, args)
+    answers = [run(engine, [prompt], [greedy(3)]) for prompt in (one, two, three, two)]
+    connector = engine.scheduler.blocks.connector
+    connector.close()
+    return answers, connector.loaded_blocks, dict(connector.faults)
+
+
 @part("26.5")
 def routes():
     """Where a router sends prompts of which two replicas hold parts, while all have work to do."""

@@ -48,6 +48,7 @@ PLANTED = {
     "23.1": "choices_in_columns",
     "24.1": "must_go_on",
     "25.2": "tokens_to_the_new_rows",
+    "26.2": "block_of_the_row",
     "26.5": "counts_the_hits",
 }
 

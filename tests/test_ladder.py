@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate, whole_sequence
+from lessons.toolbox.exercises.drop_ins import parts_of_the_engine
 from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.checkpoint import load_tokenizer
 from reference.ladder import climb as climbing
@@ -449,6 +451,38 @@ def elsewhere(tmp_path, *command, **environment):
 def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
     done = elsewhere(tmp_path, "-m", "reference.ladder", "--model", "missing", "--requests", "1")
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_on_a_learners_code_no_library_is_measured(model_folder, tmp_path, monkeypatch, capsys):
+    """They would take half of the time. What is left out is said."""
+    called = []
+    guest = peers.Peer("a library", lambda *given: called.append(given))
+    monkeypatch.setattr(climbing, "all_peers", lambda: (guest,))
+    monkeypatch.setattr(contest, "MOST_PASSES", 1)
+    use_rungs(monkeypatch, *WITH_HEADS[:1])
+    # its parts would stay in place for the tests that follow
+    monkeypatch.setattr("lessons.toolbox.exercises.drop_ins.use_implementation", lambda impl: [])
+    assert climb(model_folder, tmp_path, "--impl", "solutions") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert not called and ladder.WITHOUT_LIBRARIES in said
+    assert json.loads((tmp_path / "ladder.json").read_text())["peers"] == []
+    assert climb(model_folder, tmp_path) == 0 and called
+    assert ladder.WITHOUT_LIBRARIES not in capsys.readouterr().out
+
+
+def test_a_climb_where_every_part_is_a_learners(tmp_path, request):
+    """In 300 s of processor time, whatever else the machine does. Without --all on two requests."""
+    everything = request.config.getoption("--all", False)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = ["-m", "reference.ladder", "--model", str(REPOSITORY / "models/tiny"), "--out=out"]
+    command += ["--impl=solutions", "--device=cpu", *([] if everything else ["--requests=2"])]
+    done = elsewhere(tmp_path, *command, OMP_NUM_THREADS="1")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    count = len(parts_of_the_engine())
+    assert f"{count} of {count} parts are yours" in done.stdout
+    spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent_s <= 300, f"{spent_s:.0f} s of processor time"
 
 
 ONE_RUNG = """

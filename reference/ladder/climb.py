@@ -22,16 +22,15 @@ from reference.ladder.rungs import Step, call_rung, left_out, rungs_of
 
 @torch.inference_mode()
 def climb(
-    model: Decoder, path: str, prompts, limits, bandwidth: float, console: Console
-) -> tuple[list[Contender], list[Contender]]:
-    """Measure all contenders, judge their tokens, and return (rungs, peers). bandwidth: bytes/s,
-    the roofline.
+    model: Decoder, peers: list[Contender], prompts, limits, bandwidth: float, console: Console
+) -> list[Contender]:
+    """Measure all rungs and the peers (new_guests), judge their tokens, and return the rungs.
+    bandwidth: bytes/s, the roofline.
     """
     steps = rungs_of(model.config)
     if line := left_out(model.config):
         console.print(line, markup=False)
     rungs = [new_contender(step, model, prompts, limits) for step in steps]
-    peers = new_guests(path, model, prompts, limits)
     contenders = rungs + peers
     take_turns(contenders, prompts, limits, model.device, console)
     # The lowest rung serves few requests. One that keeps a cache now serves all, untimed, so that
@@ -45,7 +44,7 @@ def climb(
         rung.roofline_share = floor_s * rung.tokens_per_s / max(rung.tokens, 1)
         rung.kv_bytes_per_token = kv_bytes_of(step, model.config, model.dtype.itemsize)
         rung.stand_in = step.stand_in if model.device.type == "cpu" else None
-    return rungs, peers
+    return rungs
 
 
 def new_contender(step: Step, model: Decoder, prompts, limits) -> Contender:

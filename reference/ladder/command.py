@@ -19,6 +19,8 @@ from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.model.arguments import is_whole, shown
 
 REPOSITORY = Path(__file__).parents[2]
+# They take as long as all rungs together, and run none of the learner's code.
+WITHOUT_LIBRARIES = "not run: the libraries, which use none of your parts; without --impl they run"
 
 
 def load_requests(
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     from lessons.toolbox.measure.hardware import read_bandwidth
     from lessons.toolbox.measure.records import write_json
     from lessons.toolbox.model.checkpoint import load_tokenizer
-    from reference.ladder.climb import climb
+    from reference.ladder.climb import climb, new_guests
     from reference.ladder.judging import weight_bytes
     from reference.ladder.ladder_report import draw, print_sample, print_table, record
 
@@ -132,7 +134,10 @@ def run(args: argparse.Namespace) -> int:
     # With the weights' own size as working set: a small model's weights may stay in a large cache,
     # and then read faster.
     bandwidth = read_bandwidth(model.device, weight_bytes(model), budget_s=1.0)
-    rungs, peers = climb(model, args.model, prompts, limits, bandwidth, console)
+    if args.impl:
+        console.print(WITHOUT_LIBRARIES, markup=False)
+    peers = [] if args.impl else new_guests(args.model, model, prompts, limits)
+    rungs = climb(model, peers, prompts, limits, bandwidth, console)
     data = record(rungs, peers, model, args.model, len(prompts), bandwidth)
     write_json(args.out / "ladder.json", data)
     draw(data, args.out / "ladder")

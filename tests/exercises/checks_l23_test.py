@@ -109,6 +109,24 @@ def nan_elsewhere(x, weight, pairs, tile_experts, router):
     return out.masked_fill(~is_served[:, None], torch.nan)
 
 
+def unused_tiles_store_zeros(x, weight, pairs, tile_experts, router):
+    out = right_rows(x, weight, pairs, tile_experts, router)
+    old = pairs.view(-1, TILE)[tile_experts < 0].flatten().long()
+    out[old[old < len(out)]] = 0
+    return out
+
+
+def one_element(*inputs):
+    out = right_rows(*inputs)
+    row = int(out.abs().amax(1).nonzero()[-1]) if out.any() else -1
+    out[row, -1] += 0.05 * out.abs().max()
+    return out
+
+
+def with_a_dimension(*inputs):
+    return right_rows(*inputs)[None]
+
+
 def rows_moved(*inputs):
     return right_rows(*inputs).roll(1, 0)
 
@@ -149,6 +167,12 @@ WRONG = {
     "router_left_out": (router_left_out, "the router's weights are left out"),
     "transposed": (transposed, "an expert is read transposed, which K = N alone allows"),
     "nan_elsewhere": (nan_elsewhere, "rows of other ranks' experts are NaN, not 0"),
+    "unused_tiles_store": (
+        unused_tiles_store_zeros,
+        "tiles of expert -1 store zeros, into rows of pairs that other tiles have served",
+    ),
+    "one_element": (one_element, "one element is off, by 5 % of the largest"),
+    "with_a_dimension": (with_a_dimension, "the result is [1, T · k, N]"),
     "rows_moved": (rows_moved, "row p holds what belongs into row p - 1: the sum is right"),
     "one_percent": (one_percent, "all values are 1 % too large"),
     "in_float64": (in_float64, "the result is float64"),

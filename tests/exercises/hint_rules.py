@@ -33,6 +33,22 @@ BROKEN_RULES = (
         "in the wrapper only allocate, view and launch; the numbers are for the kernel to compute",
     ),
     (
+        r"with \d+ warps gives each lane",
+        "a lane has BLOCK / (32 · num_warps) tokens: which of the two do you change?",
+    ),
+    (
+        r"your function steps \d+ times",
+        "print the text of each step: which is there twice, and which does no token reach?",
+    ),
+    (
+        r"your function finds no race",
+        "which sentence of the docstring does this event break, and where do you test it?",
+    ),
+    (
+        r"your function finds a race in event",
+        "say in words which rule this event breaks: does the docstring say so?",
+    ),
+    (
         r"canary: \d+ elements outside the tensor",
         "a store without the right mask: which lanes of the tile are padding, in each dimension?",
     ),
@@ -91,7 +107,11 @@ BROKEN_RULES = (
     ),
     (
         r"is a `return` missing|returned NoneType",
-        "a path through your function ends without `return`",
+        "None came back: does a path through your function end without `return`?",
+    ),
+    (
+        r"\(\w+, expected NoneType\)",
+        "None is expected here, and yours has found something: what did it take for it?",
     ),
     (
         r"is an? (\w+), expected an? (\w+)",

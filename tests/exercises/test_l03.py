@@ -1,5 +1,5 @@
 """Checks of lesson 03's exercises. Each exists because it rejects a named wrong answer
-(wrong/l03.py). Those of 3.1 and 3.2 are in files of their own.
+(wrong/l03.py). Those of 3.1, 3.2 and 3.5 are in files of their own.
 """
 
 import random
@@ -33,6 +33,12 @@ from tests.exercises.checks_l03_pool import (  # noqa: F401
     test_growth_moves_every_block,
     test_several_sequences,
     test_what_the_ops_are_given,
+)
+from tests.exercises.checks_l03_values import (  # noqa: F401
+    test_the_values_kernel_does_it,
+    test_weighted_example,
+    test_weighted_rows_far_apart,
+    test_weighted_values,
 )
 
 # ---------------------------------------------------------------- 3.3 predict

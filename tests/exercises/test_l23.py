@@ -3,7 +3,9 @@
 """
 
 import math
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -33,7 +35,7 @@ TILE = 16
 
 def aligned(experts, num_experts, stale=0):
     """pairs and tile_experts of a list with the expert of each pair; −1: of another rank. stale:
-    so many unused tiles at the end, with numbers of other ranks' pairs in them.
+    so many unused tiles at the end, with the numbers of all pairs in them, of this rank's too.
     """
     pairs, tiles = [], []
     for expert in range(num_experts):
@@ -42,8 +44,7 @@ def aligned(experts, num_experts, stale=0):
             tile = own[start : start + TILE]
             pairs += tile + [len(experts)] * (TILE - len(tile))
             tiles.append(expert)
-    elsewhere = [pair for pair, wanted in enumerate(experts) if wanted < 0]
-    pairs += [elsewhere[place % len(elsewhere)] for place in range(stale * TILE)]
+    pairs += [place % len(experts) for place in range(stale * TILE)]
     tiles += [-1] * stale
     return torch.tensor(pairs, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32)
 
@@ -122,6 +123,22 @@ def test_rows_without_copies(impl, seed):
     inputs, _ = _rows(seed, tokens=6, top_k=2, num_experts=4, size=40, outputs=16)
     because = "read a row of x and an expert where they are stored"
     assert_largest_tensor(6 * 2 * 40, because, impl, **inputs)
+
+
+@check("23.1", {"far": "the last expert is after number 2³¹ of the weights"}, seconds=30)
+def test_rows_of_a_far_expert(impl, case, seed):
+    """In a sparse file, which takes no more room than its values."""
+    inputs, _ = _rows(seed, tokens=3, top_k=1, num_experts=1, size=16, outputs=16)
+    count = 2**31 // (16 * 16) + 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "weight")
+        numbers = torch.from_file(path, shared=True, size=count * 16 * 16, dtype=torch.float32)
+        weight = numbers.view(count, 16, 16)
+        weight[-1] = inputs["weight"][0]
+        last = torch.tensor([count - 1], dtype=torch.int32)
+        got = note(impl(**{**inputs, "weight": weight, "tile_experts": last}))
+    want = inputs["router"] * (inputs["x"] @ inputs["weight"][0].T)
+    assert_equal(got, want, atol=2e-4, dtype=torch.float32)
 
 
 test_the_kernel_does_it = kernel_does_it(

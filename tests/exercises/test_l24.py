@@ -2,12 +2,14 @@
 (wrong/l24.py).
 """
 
+import copy
 import random
 from functools import cache
 
 import pytest
 import torch
 
+from lessons.toolbox.proof.inputs import far_apart
 from tests.exercises.checking import (
     assert_equal,
     assert_largest_tensor,
@@ -219,8 +221,16 @@ CHANCE_CASES = {  # name: (tree by seed, why)
 def test_chances(impl, case, seed):
     tree = CHANCE_CASES[case][0](seed)
     want = chances_by_hand(tree)
-    got = call(impl, dict(model=tree.model, allowed=tree.allowed))
+    own = Tree(copy.deepcopy(tree.table))
+    got = call(impl, dict(model=own.model, allowed=own.allowed))
     assert isinstance(got, dict), f"your result is {got!r}, expected a dictionary"
+    assert own.table == tree.table, (
+        "your function changed a list that model or allowed returned: it is the model's own"
+    )
+    for text, both in got.items():
+        assert isinstance(both, tuple) and len(both) == 2, (
+            f"your result has {both!r} for {text}, expected a tuple of two: (with a mask, without)"
+        )
     assert_equal(sorted(got), sorted(want), label="the texts of your result")
     for text, (masked, free) in want.items():
         assert_equal(got[text][0], masked, rtol=1e-9, label=f"the chance of {text} with a mask")
@@ -286,6 +296,25 @@ def test_forbid_strides(impl, case, seed):
         logits.copy_(around[1:-2, 1:-2])
         same = torch.equal(logits._base.nan_to_num(7.0), around.nan_to_num(7.0))
         assert same, "your kernel wrote beside the logits, into a row or column of another tensor"
+
+
+@check(
+    "24.3",
+    {
+        "rows": "the third row begins after element 2³¹ of the memory",
+        "tokens": "the third token of a row is after element 2³¹ of the memory",
+    },
+    seconds=30,
+)
+def test_forbid_far_apart(impl, case, seed):
+    """Memory that is never written costs nothing, so this is a small check."""
+    logits, words, is_forbidden = batch_of(seed, 3, 3, dtype=torch.float16)
+    is_forbidden |= torch.eye(3, dtype=torch.bool)  # something in the last row and column
+    words &= 0b111 - (1 << torch.arange(3, dtype=torch.int32))[:, None]
+    far = far_apart(logits) if case == "rows" else far_apart(logits.T).T
+    impl(far, words)
+    want = logits.masked_fill(is_forbidden, -torch.inf)
+    assert_equal(note(far.clone(memory_format=torch.contiguous_format)), want, label="the logits")
 
 
 @check("24.3", seconds=5)
@@ -356,16 +385,21 @@ def test_forbid_nothing(impl, case, seed):
     shape = (0, 40) if case == "no_row" else (2, 0)
     words = torch.zeros(shape[0], -(-shape[1] // 32), dtype=torch.int32)
     with launches() as seen:
-        impl(torch.zeros(shape), words)
+        got = impl(torch.zeros(shape), words)
+    assert_equal(got, None, label="what your function returns")
     assert not seen, f"your function launches a grid of {seen[0][0]}, which is an error on a GPU"
 
 
 REFUSALS = {  # name: (change of logits, change of words, argument, why)
     "integers": (lambda x: x.long(), None, "logits", "the logits are int64"),
+    "float64": (lambda x: x.double(), None, "logits", "the logits are float64"),
     "one_dimension": (lambda x: x[0], None, "logits", "the logits are a vector"),
+    "three_dimensions": (lambda x: x[None], None, "logits", "the logits are [1, B, V]"),
     "word_dtype": (None, lambda x: x.long(), "words", "the words are int64"),
     "word_missing": (None, lambda x: x[:, :-1], "words", "a word too few in each row"),
     "row_missing": (None, lambda x: x[:1], "words", "a row too few of the words"),
+    "word_more": (None, lambda x: x.repeat(1, 2), "words", "words for another vocabulary"),
+    "row_more": (None, lambda x: x.repeat(2, 1), "words", "rows for another batch"),
 }
 
 

@@ -5,7 +5,7 @@
 import random
 from zlib import crc32
 
-from tests.exercises.checking import assert_equal, call, check, compare
+from tests.exercises.checking import assert_equal, call, check, note
 
 # ---------------------------------------------------------------- 25.1 two time lines
 
@@ -27,6 +27,7 @@ def by_events(host_ms, device_ms):
     return tuple(both)
 
 
+LINES = "one after the other, the end of step", "one step ahead, the end of step"
 LINE_CASES = {  # name: (host, device, why)
     "example": ([2.0] * 3, [5.0] * 3, "the docstring's"),
     "short_device": ([2.0] * 6, [1.0] * 6, "a host that needs longer than the device"),
@@ -34,13 +35,26 @@ LINE_CASES = {  # name: (host, device, why)
     "two_steps": ([3.0, 1.0], [4.0, 2.0], "the host has to wait for neither"),
     "slow_host_late": ([1.0, 1, 1, 1, 20, 1], [5.0] * 6, "a long prompt is scheduled in step 4"),
     "slow_device_early": ([2.0] * 6, [30.0, 1, 1, 1, 1, 1], "a long prompt runs in step 0"),
+    "no_step": ([], [], "two empty lists"),
 }
+
+
+def compare_lines(impl, host_ms, device_ms):
+    """As compare, with the names of the two lists."""
+    got = call(impl, dict(host_ms=host_ms, device_ms=device_ms))
+    assert isinstance(got, (list, tuple)) and len(got) == 2, (
+        f"your result is a {type(got).__name__}, expected two lists: (one after the other, one "
+        "step ahead)"
+    )
+    note(got)
+    for label, mine, right in zip(LINES, got, by_events(host_ms, device_ms)):
+        assert_equal(mine, right, atol=1e-5, label=label)
 
 
 @check("25.1", {case: why for case, (*_, why) in LINE_CASES.items()}, seconds=5)
 def test_time_lines(impl, case, seed):
     host_ms, device_ms, _ = LINE_CASES[case]
-    compare(impl, dict(host_ms=host_ms, device_ms=device_ms), want=by_events(host_ms, device_ms))
+    compare_lines(impl, list(host_ms), list(device_ms))
 
 
 @check("25.1", seconds=5)
@@ -50,8 +64,7 @@ def test_random_time_lines(impl, seed):
     for _ in range(30):
         count = draws.randint(1, 12)
         host_ms, device_ms = ([draws.randint(1, 40) / 4 for _ in range(count)] for _ in range(2))
-        inputs = dict(host_ms=host_ms, device_ms=device_ms)
-        compare(impl, inputs, want=by_events(host_ms, device_ms))
+        compare_lines(impl, host_ms, device_ms)
 
 
 # ---------------------------------------------------------------- 25.2 the loop
@@ -73,14 +86,19 @@ def alone(first: int, limit: int, stop: int) -> list[int]:
 class CountingDevice:
     """Runs passes, and complains in words when it is used otherwise than as the exercise says."""
 
-    def __init__(self, limits):
-        self.limits = limits
+    def __init__(self, first, limits):
+        self.first, self.limits = list(first), list(limits)
         self.passes: list[list[tuple[int, ...]]] = []  # the tokens so far of each row
         self.told: list[int] = []  # passes that were read
         self.rows = 0
 
     def start(self, tokens):
         assert not self.passes, "your function calls `start` a second time"
+        assert tokens, "your function launches a pass without rows"
+        assert list(tokens) == self.first, (
+            f"your first pass has the rows {list(tokens)}: all requests begin together, in the "
+            f"order of first, {self.first}"
+        )
         return self.launch([(token,) for token in tokens])
 
     def follow(self, rows):
@@ -132,11 +150,12 @@ LOOP_CASES = {  # name: (first, limits, stop, why)
         "the last token that is allowed is the stop token",
     ),
     "first_is_the_stop": ([4, 20], [4, 4], 4, "a prompt may end with the stop token"),
+    "no_request": ([], [], 4, "no pass, because none is without rows"),
 }
 
 
 def compare_loop(impl, first, limits, stop):
-    device = CountingDevice(limits)
+    device = CountingDevice(first, limits)
     want = [alone(token, limit, stop) for token, limit in zip(first, limits)]
     got = call(impl, dict(device=device, first=first, limits=limits, stop=stop))
     assert_equal(got, want)

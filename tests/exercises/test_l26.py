@@ -3,9 +3,12 @@
 """
 
 import random
+import tempfile
+from pathlib import Path
 
 import torch
 
+from lessons.l03_kv_cache.lab.testing import far_apart
 from tests.exercises.checking import (
     assert_equal,
     assert_largest_tensor,
@@ -104,11 +107,14 @@ def test_random_ways(impl, seed):
 # ---------------------------------------------------------------- 26.2 the kernel
 
 
-def pool(seed, layers, num_blocks, page, blocks, piece=16, gap=3):
-    """Pages of NaN, but for those that are asked for; `gap` values after the blocks of a layer."""
+def pool(seed, layers, num_blocks, page, blocks, piece=16, gap=3, between=0):
+    """Pages of NaN, but for those that are asked for; `gap` values after the blocks of a layer, and
+    `between` after each block.
+    """
     g = torch.Generator().manual_seed(seed)
-    memory = torch.full((layers, num_blocks * page + gap), float("nan"))
-    pages = memory[:, : num_blocks * page].view(layers, num_blocks, page)
+    stride = page + between
+    memory = torch.full((layers, num_blocks * stride + gap), float("nan"))
+    pages = memory[:, : num_blocks * stride].view(layers, num_blocks, stride)[..., :page]
     for block in set(blocks):
         pages[:, block] = torch.randn(layers, page, generator=g)
     return dict(pages=pages, blocks=torch.tensor(blocks, dtype=torch.int64), piece=piece)
@@ -124,6 +130,10 @@ PACK_CASES = {  # name: (arguments of pool, why)
     ),
     "small_page": (dict(layers=4, num_blocks=5, page=6, blocks=[4, 2, 0]), "less than a piece"),
     "twice": (dict(layers=2, num_blocks=4, page=20, blocks=[3, 3, 1]), "a block is there twice"),
+    "blocks_apart": (
+        dict(layers=2, num_blocks=4, page=16, blocks=[3, 1], between=5),
+        "a block's stride is more than PAGE",
+    ),
     "no_gap": (dict(layers=3, num_blocks=3, page=16, blocks=[2, 0], gap=0), "layers are dense"),
     "large_pieces": (
         dict(layers=2, num_blocks=3, page=40, blocks=[1, 2], piece=64),
@@ -158,7 +168,21 @@ def test_nothing_but_the_result_is_allocated(impl, seed):
     assert_equal(got, by_indexing(**inputs), dtype=torch.float32)
 
 
-test_the_kernel_does_it = kernel_does_it("26.2", lambda seed: pool(seed, 2, 2, 20, [1, 0], gap=0))
+@check("26.2", {"far": "the third block is after value 2³¹ of the memory"}, seconds=30)
+def test_packed_far_apart(impl, case, seed):
+    """In a sparse file, which takes no more room than its values."""
+    inputs = pool(seed, layers=2, num_blocks=3, page=16, blocks=[2, 0], gap=0)
+    want = by_indexing(**inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        far = far_apart(inputs["pages"], 1, Path(folder) / "pages")
+        got = note(impl(far, inputs["blocks"], inputs["piece"]))
+    assert_equal(got, want, dtype=torch.float32)
+
+
+# without the mask of the last piece its lanes would load other values again
+test_the_kernel_does_it = kernel_does_it(
+    "26.2", lambda seed: pool(seed, 2, 2, 20, [1, 0], gap=0), once=("pages",)
+)
 
 
 # ---------------------------------------------------------------- 26.3 the index
@@ -217,16 +241,16 @@ def tried(index, action, *arguments):
 def compare_history(impl, quotas, history):
     """history: [(method, argument)]. Afterwards every name is asked for by itself."""
     mine, right = impl(*quotas), ByLists(*quotas)
-    told = []
+    said = []
     names = sorted({n for _, a in history for n in ([a] if isinstance(a, str) else a)})
     for action, argument in [*history, *(("match", [name]) for name in names)]:
         given = argument if isinstance(argument, str) else list(argument)
         got, want = tried(mine, action, given), tried(right, action, argument)
-        told.append(f"{action}({argument})")
+        said.append(f"{action}({argument})")
         assert given == (argument if isinstance(argument, str) else list(argument)), (
             f"{action} changed its argument"
         )
-        label = f"{action}({argument}), with at most {quotas}, after {', '.join(told[-9:-1])}"
+        label = f"{action}({argument}), with at most {quotas}, after {', '.join(said[-9:-1])}"
         assert_equal(note(got), want, label=label)
 
 
@@ -290,6 +314,11 @@ INDEX_CASES = {  # name: (quotas, history, why)
         "a block that is loaded comes to host memory, and another leaves it",
     ),
     "load_of_nothing": ((2, 2), [("store", "a"), ("load", "x")], "KeyError, and nothing changes"),
+    "load_is_a_use": (
+        (2, 1),
+        [("store", "a"), ("store", "b"), ("load", "a"), ("store", "c"), ("match", ["a", "b"])],
+        "a block that is loaded from host memory becomes its most recent",
+    ),
     "no_disk": (
         (1, 0),
         [("store", "a"), ("store", "b"), ("load", "b"), ("load", "a")],
@@ -313,7 +342,7 @@ def test_histories_by_hand(impl, case, seed):
 @check("26.3", seconds=10)
 def test_random_histories(impl, seed):
     draws = random.Random(seed)
-    for _ in range(40):
+    for _ in range(120):
         history = []
         for _ in range(draws.randint(1, 25)):
             action = draws.choice(("store", "store", "match", "load"))
@@ -407,6 +436,14 @@ LOG_CASES = {  # name: (events, why)
         [("take", 0), ("free", 0), ("save", 0), ("done", 0)],
         "the next request may write into it",
     ),
+    "saved_twice": (
+        [("take", 0), ("save", 0), ("save", 0), ("done", 0)],
+        "a copy of it is under way",
+    ),
+    "saved_while_loaded": (
+        [("take", 0), ("load", 0), ("save", 0), ("done", 0)],
+        "half of what is saved would be old",
+    ),
     "done_twice": ([("take", 0), ("save", 0), ("done", 0), ("done", 0)], "no copy is under way"),
     "freed_while_loaded": (
         [("take", 0), ("load", 0), ("free", 0), ("done", 0), ("take", 0), ("step", [0], [])],
@@ -427,10 +464,29 @@ LOG_CASES = {  # name: (events, why)
 }
 
 
+def compare_log(impl, events):
+    """As compare, with the event in words: a number that is one off is another event."""
+    got, want = call(impl, dict(events=events)), by_the_rules(events)
+    note(got)
+    assert got is None or type(got) is int, (
+        f"your result is {got!r}, expected the number of an event, or None"
+    )
+    if got == want and type(got) is type(want):
+        return
+    if got is None:
+        raise AssertionError(f"your function finds no race; {told(events, want)} breaks a rule")
+    right = f"{told(events, want)} is the first to break a rule"
+    right = right if want is not None else "no event breaks a rule"
+    raise AssertionError(f"your function finds a race in {told(events, got)}; {right}")
+
+
+def told(events, number):
+    return f"event {number}, {events[number] if 0 <= number < len(events) else 'which is none'},"
+
+
 @check("26.4", {case: why for case, (_, why) in LOG_CASES.items()}, seconds=5)
 def test_logs(impl, case, seed):
-    events = LOG_CASES[case][0]
-    compare(impl, dict(events=events), want=by_the_rules(events))
+    compare_log(impl, LOG_CASES[case][0])
 
 
 @check("26.4", seconds=5)
@@ -440,13 +496,32 @@ def test_random_logs(impl, seed):
     for _ in range(60):
         events = []
         for _ in range(draws.randint(1, 30)):
-            block = draws.randrange(3)
-            kind = draws.choice(("take", "free", "save", "load", "done", "step"))
-            lists = [draws.sample(range(3), draws.randint(0, 1)) for _ in range(2)]
-            event = (kind, *lists) if kind == "step" else (kind, block)
+            event = drawn_event(draws)
             if by_the_rules([*events, event]) is None or draws.random() < 0.04:
                 events.append(event)
-        compare(impl, dict(events=events), want=by_the_rules(events))
+        compare_log(impl, events)
+
+
+def drawn_event(draws):
+    kind = draws.choice(("take", "free", "save", "load", "done", "step"))
+    lists = [draws.sample(range(3), draws.randint(0, 2)) for _ in range(2)]
+    return (kind, *lists) if kind == "step" else (kind, draws.randrange(3))
+
+
+@check("26.4", {"all": "after a clean log, each event that there is"}, seconds=10)
+def test_every_event_after_a_log(impl, case, seed):
+    """So each rule meets each state of a block."""
+    draws = random.Random(seed)
+    every = [(kind, block) for kind in ("take", "free", "save", "load", "done") for block in (0, 1)]
+    lists = [[], [0], [1], [0, 1], [1, 0]]
+    every += [("step", reads, writes) for reads in lists for writes in lists]
+    for _ in range(25):
+        log = []
+        for _ in range(draws.randint(1, 40)):
+            event = draws.choice(every)
+            log += [event] if by_the_rules([*log, event]) is None else []
+        for event in every:
+            compare_log(impl, [*log, event])
 
 
 # ---------------------------------------------------------------- 26.5 the router
@@ -486,9 +561,14 @@ def compare_route(impl, arguments):
     assert isinstance(got, tuple) and len(got) == 4, (
         f"your result is {got!r}, expected a tuple of four"
     )
-    labels = ("the costs", "the worker of the lowest cost", "the scores", "the highest score's")
-    for label, mine, right in zip(labels, got, want):
-        assert_equal(mine, right, atol=1e-9, label=label)
+    for label, at in (("costs", 0), ("scores", 2)):
+        assert_equal(got[at], want[at], atol=1e-9, label=f"the {label}")
+    for label, at in (("the lowest cost", 1), ("the highest score", 3)):
+        # no number that could be one too large: a worker
+        assert type(got[at]) is int and got[at] == want[at], (
+            f"you choose worker {got[at]} for {label}; of {want[at - 1]} it is worker {want[at]}, "
+            "the first one that has it"
+        )
 
 
 @check("26.5", {case: why for case, (_, why) in ROUTE_CASES.items()}, seconds=5)

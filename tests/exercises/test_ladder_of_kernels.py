@@ -23,6 +23,16 @@ def test_it_begins_with_minutes_and_ends_with_an_hour():
     assert all(entry.minutes >= 45 for entry, parts in ladder() if {"wrapper", "test"} & set(parts))
 
 
+def test_no_step_is_steeper_than_twice_the_minutes():
+    """The longest so far, from kernel to kernel: a learner who did it in its time can do the
+    next.
+    """
+    longest = 10
+    for entry, _ in ladder():
+        assert entry.minutes <= 2 * longest, f"{entry.id} takes {entry.minutes}, after {longest}"
+        longest = max(longest, entry.minutes)
+
+
 def test_what_is_asked_is_read_from_the_gaps():
     by_id = {entry.id: asked(entry) for entry in all_exercises()}
     assert by_id["0.1"] == ["mask"] and by_id["0.6"] == ["load"] and by_id["0.7"] == ["body"]

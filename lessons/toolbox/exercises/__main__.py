@@ -14,7 +14,7 @@ from lessons.toolbox.exercises.report import run_checks
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser("python -m lessons.toolbox.exercises", description=__doc__)
-    commands = ("generate", "cells", "check", "progress", "kernels", "kills", "otter")
+    commands = ("generate", "cells", "check", "progress", "kernels", "kills", "otter", "nbgrader")
     parser.add_argument("command", choices=commands)
     parser.add_argument(
         "which", nargs="?", help="a lesson (02), or for check one exercise (2.1); default: all"
@@ -44,12 +44,13 @@ def run(options: argparse.Namespace) -> int:
     if options.command == "kernels":
         print_ladder()
         return 0
-    if options.command == "otter":
+    if options.command in ("otter", "nbgrader"):
         import nbformat
 
-        from lessons.toolbox.exercises.assignment import otter_notebook  # needs nbformat
+        from lessons.toolbox.exercises import assignment  # needs nbformat
 
-        print(nbformat.writes(otter_notebook(options.which or "")))
+        notebooks = {"otter": assignment.otter_notebook, "nbgrader": assignment.nbgrader_notebook}
+        print(nbformat.writes(notebooks[options.command](options.which or "")))
         return 0
     files = dict.fromkeys(entry.file for entry in all_exercises(options.which))
     if options.command == "generate":

@@ -22,6 +22,7 @@ A gap in a helper that carries no decorator names its exercise: `# SOLUTION 2.1`
     python -m lessons.toolbox.exercises kills [02]         which check rejects which wrong answer
     python -m lessons.toolbox.exercises kernels            what each kernel exercise asks for
     python -m lessons.toolbox.exercises otter 02           the lesson as an Otter-Grader assignment
+    python -m lessons.toolbox.exercises nbgrader 02        the same for nbgrader
 """
 
 import ast

@@ -6,8 +6,10 @@ from lessons.l02_naive_attention import naive
 from lessons.l02_naive_attention.rope import new_cos_sin_cache
 from lessons.l03_kv_cache import cache as lesson
 from lessons.l03_kv_cache.batch import new_batch
+from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l03_kv_cache import KVPool
 from tests.exercises.wrong import Answers
+from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
@@ -636,3 +638,163 @@ def by_what_the_cache_lacks(model, cache, turns, max_new_tokens, stop_token_ids)
             told = [*told, int(model.logits(hidden)[-1].argmax())]
             answers[-1].append(told[-1])
     return answers
+
+
+# ---------------------------------------------------------------- 3.5 a kernel with a loop
+
+answers.slips(
+    "3.5",
+    """
+    last_tile_alone: The sum has to grow from tile to tile: add to it.
+    - acc += tl.sum(weights[:, None] * v, axis=0)
+    + acc = tl.sum(weights[:, None] * v, axis=0)
+
+    first_tile_alone: A sequence may have more rows than a tile: walk over all of them.
+    - range(0, length, BLOCK_N)
+    + range(0, tl.minimum(length, BLOCK_N), BLOCK_N)
+
+    whole_tiles_alone: The last tile need not be full, and its rows count.
+    - range(0, length, BLOCK_N)
+    + range(0, length // BLOCK_N * BLOCK_N, BLOCK_N)
+
+    same_rows_again: Each tile has rows of its own: they begin at `start`.
+    - row = start + tl.arange(0, BLOCK_N)
+    + row = tl.arange(0, BLOCK_N)
+
+    to_the_end_of_the_cache: Rows after context_lens were never written: end the loop and the mask
+        there, not at the capacity.
+    - range(0, length, BLOCK_N)
+    + range(0, capacity, BLOCK_N)
+    - in_use = row < length
+    + in_use = row < capacity
+
+    only_weights_masked: A weight of 0 does not hide a row that is NaN: mask the load of V, too.
+    - mask=in_use[:, None] & in_head[None, :], other=0.0
+    + mask=(row < capacity)[:, None] & in_head[None, :], other=0.0
+
+    only_values_masked: The weights after context_lens may be NaN, too: mask their load.
+    - tl.load(weights_row + row, mask=in_use, other=0.0)
+    + tl.load(weights_row + row, mask=row < capacity, other=0.0)
+
+    no_mask_of_the_head: Columns from HEAD_DIM on are the next head's: mask them.
+    - mask=in_use[:, None] & in_head[None, :], other=0.0
+    + mask=in_use[:, None], other=0.0
+
+    stores_a_whole_block: The result has HEAD_DIM columns, and BLOCK_D may be more: mask the store.
+    - tl.store(out_row + column, acc, mask=in_head)
+    + tl.store(out_row + column, acc)
+
+    sum_over_the_head: Sum over the rows of the tile, which are its first axis.
+    - tl.sum(weights[:, None] * v, axis=0)
+    + tl.sum(tl.sum(weights[:, None] * v, axis=1), axis=0)
+
+    dense_rows: Two rows of V are stride_row apart, not HEAD_DIM.
+    - row.to(tl.int64)[:, None] * stride_row
+    + row.to(tl.int64)[:, None] * HEAD_DIM
+
+    first_head: Each program has a head of its own: add head times its stride.
+    - sequence * stride_sequence + head * stride_head
+    + sequence * stride_sequence
+
+    first_sequence: Each program has a sequence of its own: add it times its stride.
+    - sequence * stride_sequence + head * stride_head
+    + head * stride_head
+
+    strides_swapped: One stride leads to the next head, the other to the next row.
+    - sequence * stride_sequence + head * stride_head
+    + sequence * stride_sequence + head * stride_row
+    - row.to(tl.int64)[:, None] * stride_row
+    + row.to(tl.int64)[:, None] * stride_head
+
+    rows_in_32_bits: Row · stride may be more than 2³¹: make the row int64 before you multiply.
+    - row.to(tl.int64)[:, None]
+    + row[:, None]
+
+    mean: The weights are given, and they are not divided by the number of rows.
+    - tl.store(out_row + column, acc, mask=in_head)
+    + tl.store(out_row + column, acc / length, mask=in_head)
+
+    weights_left_out: Each row counts by its weight.
+    - tl.sum(weights[:, None] * v, axis=0)
+    + tl.sum(v, axis=0)
+
+    last_row_again: Lanes after the last row are masked. Yours load it once more.
+    - row = start + tl.arange(0, BLOCK_N)
+    - in_use = row < length
+    + lane = start + tl.arange(0, BLOCK_N)
+    + row, in_use = tl.minimum(lane, length - 1), lane < capacity + BLOCK_N
+    - tl.load(weights_row + row, mask=in_use, other=0.0)
+    + tl.where(lane < length, tl.load(weights_row + row), 0.0)
+    """,
+)
+
+
+def in_pytorch(weights, v_cache, context_lens):
+    in_use = torch.arange(weights.shape[2]) < context_lens[:, None]
+    weights = weights.masked_fill(~in_use[:, None], 0.0)
+    return torch.einsum(
+        "bhn,bnhd->bhd", weights, v_cache.masked_fill(~in_use[:, :, None, None], 0.0)
+    )
+
+
+attacks(answers, "3.5", in_pytorch)
+
+
+@triton.jit
+def row_after_row_kernel(
+    weights_ptr, v_ptr, out_ptr, lens_ptr, heads, capacity, by_b, by_n, by_h, D: tl.constexpr
+):
+    """A program per sequence, head and column: one number after the other."""
+    b, h, d = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    total = 0.0
+    for n in range(tl.load(lens_ptr + b).to(tl.int32)):
+        weight = tl.load(weights_ptr + (b * heads + h) * capacity + n)
+        total += weight * tl.load(v_ptr + b * by_b + n.to(tl.int64) * by_n + h * by_h + d)
+    tl.store(out_ptr + (b * heads + h) * D + d, total)
+
+
+@answers.alternative("3.5")
+def column_by_column(weights, v_cache, context_lens):
+    heads, head_dim = v_cache.shape[2:]
+    out = weights.new_zeros(len(weights), heads, head_dim)
+    grid = head_dim, heads, len(weights)
+    strides = v_cache.stride()[:3]
+    row_after_row_kernel[grid](
+        weights, v_cache, out, context_lens, heads, weights.shape[2], *strides, D=head_dim
+    )
+    return out
+
+
+@triton.jit
+def masked_to_the_end_kernel(
+    weights_ptr, v_ptr, out_ptr, lens_ptr, heads, capacity, by_b, by_n, by_h, D, BLOCK: tl.constexpr
+):
+    """All tiles of the cache, with empty masks after the last row in use; a tile is [D, rows]."""
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    d, length = tl.arange(0, BLOCK), tl.load(lens_ptr + b)
+    total = tl.zeros((BLOCK, 8), tl.float32)
+    for tile in range(tl.cdiv(capacity, 8)):
+        n = tile * 8 + tl.arange(0, 8).to(tl.int64)
+        w = tl.load(weights_ptr + (b * heads + h) * capacity + n, mask=n < length, other=0.0)
+        at = b * by_b + n[None, :] * by_n + h * by_h + d[:, None]
+        v = tl.load(v_ptr + at, mask=(n < length)[None, :] & (d < D)[:, None], other=0.0)
+        total += w[None, :] * v
+    tl.store(out_ptr + (b * heads + h) * D + d, tl.sum(total, axis=1), mask=d < D)
+
+
+@answers.alternative("3.5")
+def over_the_whole_cache(weights, v_cache, context_lens):
+    batch, heads, capacity = weights.shape
+    out = torch.empty(batch, heads, v_cache.shape[3])
+    masked_to_the_end_kernel[heads, batch](
+        weights,
+        v_cache,
+        out,
+        context_lens,
+        heads,
+        capacity,
+        *v_cache.stride()[:3],
+        v_cache.shape[3],
+        BLOCK=triton.next_power_of_2(v_cache.shape[3]),
+    )
+    return out

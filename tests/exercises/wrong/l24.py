@@ -258,6 +258,17 @@ answers.slips(
     + if not tokens:
     +     continue
 
+    lists_for_tuples: Each text has a tuple: (with a mask, without one).
+    - {text: (masked, free / kept) for text
+    + {text: [masked, free / kept] for text
+
+    probabilities_set_to_zero: The list is the model's own. Work on a copy, or sum over what is
+        allowed.
+    - chances = model(text)
+    + chances = model(text)
+    + for other in set(range(len(chances))) - set(tokens):
+    +     chances[other] = 0.0
+
     empty_text_forgotten: The empty text may be the only one that fits: it has ended at once.
     - in ended.items()
     + in ended.items() if text
@@ -381,6 +392,35 @@ answers.slips(
     + old = tl.load(place, mask=is_token)
     + tl.store(place, tl.where(is_forbidden, float("-inf"), old), mask=is_token)
 
+    rows_in_32_bits: Row · stride may be more than 2³¹: make the row int64 before you multiply.
+    - tl.program_id(0).to(tl.int64)
+    + tl.program_id(0)
+
+    tokens_in_32_bits: Token · stride may be more than 2³¹: make the token int64 before you
+        multiply.
+    - token.to(tl.int64) * stride_token
+    + token * stride_token
+
+    only_the_sign_is_negative: Bit 31 makes the word negative: ask whether the bit is 0, not whether
+        the number is above it.
+    - ((word >> (token % 32)) & 1) == 0
+    + (word & (1 << (token % 32))) <= 0
+
+    words_of_a_larger_batch: Words of another shape are those of other logits: refuse more of them
+        as well.
+    - words.shape != shape
+    + words.dim() != 2 or words.shape[0] < batch or words.shape[1] < shape[1]
+
+    float64_too: The docstring names three dtypes. Refuse float64.
+    - logits.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+    + not logits.is_floating_point()
+
+    returned_when_empty: The logits are changed in place. Return None, also if there are none.
+    - if batch and vocab_size:
+    + if not batch or not vocab_size:
+    +     return logits
+    + if batch and vocab_size:
+
     launches_for_nothing: A grid of size 0 is an error on a GPU: return before it.
     - if batch and vocab_size:
     + if True:
@@ -470,8 +510,8 @@ def by_words_kernel(
     logits_ptr, words_ptr, V, row_step, step, words_step, word_step, BLOCK: tl.constexpr
 ):
     """A tile [BLOCK / 32 words, 32 bits]; each word is loaded once."""
-    row = tl.program_id(0) // tl.cdiv(V, BLOCK)
-    first = tl.program_id(0) % tl.cdiv(V, BLOCK) * (BLOCK // 32)
+    row = (tl.program_id(0) // tl.cdiv(V, BLOCK)).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) % tl.cdiv(V, BLOCK) * (BLOCK // 32)
     word, bit = first + tl.arange(0, BLOCK // 32), tl.arange(0, 32)
     bits = tl.load(words_ptr + row * words_step + word * word_step, mask=word * 32 < V, other=-1)
     token = word[:, None] * 32 + bits_of(bit)
@@ -491,7 +531,7 @@ def bits_of(bit):
 @answers.alternative("24.3")
 def word_by_word(logits, words):
     """A grid of one dimension, a block as long as the row is, up to 2048."""
-    if logits.ndim != 2 or not logits.is_floating_point():
+    if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.half, torch.bfloat16):
         raise ValueError(f"logits must be [B, V] floats, not {tuple(logits.shape)}, {logits.dtype}")
     batch, size = logits.shape
     if words.shape != (batch, -(-size // 32)) or words.dtype is not torch.int32:

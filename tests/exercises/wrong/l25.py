@@ -37,6 +37,15 @@ answers.slips(
     - launched = max(launched, told) + host
     + launched = max(launched, told) + (host if n else 0.0)
 
+    a_first_step_is_taken_for_granted: There may be no step at all: then both lists are empty.
+    - now = launched = 0.0
+    + now = launched = 0.0
+    + host_ms[0]
+
+    runs_at_launch: You wrote down when the device begins with a step. When does it end?
+    - ahead.append(max(launched, is_free) + device)
+    + ahead.append(max(launched, is_free))
+
     serial_overlaps: One after the other, the device waits for the host in every step.
     - now += host + device
     + now += max(host, device) if n else host + device
@@ -119,6 +128,25 @@ answers.slips(
     - device.read(before)
     + device.read(before if launched is None else launched)
 
+    by_limit: All requests begin together, in the order of `first`. You sorted them.
+    - launched = device.start(first) if first else None
+    + running.sort(key=lambda request: limits[request])
+    + launched = device.start([first[request] for request in running]) if first else None
+
+    starts_without_rows: Without a request there is no pass: one without rows is launched for
+        nothing.
+    - device.start(first) if first else None
+    + device.start(first)
+
+    passes_without_rows: When all requests have ended there is no next pass.
+    - if ahead:
+    + if True:
+
+    prompt_is_answer: The answer begins with the first token that the device says, not with the
+        prompt's last one.
+    - [[] for _ in first]
+    + [[token] for token in first]
+
     tokens_to_the_new_rows: The tokens that you read are of the old pass, and so are their rows.
     - for request, token in zip(running, device.read(before)):
     + for request, token in zip(ahead or running, device.read(before)):
@@ -129,7 +157,7 @@ answers.slips(
 @answers.wrong("25.2", "You read a pass before you launch the next: the device waits for you.")
 def one_after_the_other(device, first, limits, stop):
     answers_, running = [[] for _ in first], list(range(len(first)))
-    launched = device.start(first)
+    launched = device.start(first) if first else None
     while running:
         for request, token in zip(running, device.read(launched)):
             answers_[request].append(token)
@@ -148,6 +176,8 @@ def without_the_stop_token(device, first, limits, stop):
 
 @answers.wrong("25.2", "Launching all passes first wastes every pass after a stop token.")
 def all_passes_first(device, first, limits, stop):
+    if not first:
+        return []
     running, launched = list(range(len(first))), [device.start(first)]
     rows = [running]
     for count in range(1, max(limits)):
@@ -168,7 +198,7 @@ def with_a_queue(device, first, limits, stop):
     """Passes in flight as a list of (which requests, what was launched)."""
     found = {request: [] for request in range(len(first))}
     ended, counts = set(), dict.fromkeys(found, 1)
-    flight = [(list(found), device.start(first))]
+    flight = [(list(found), device.start(first))] if first else []
     while flight:
         requests, launched = flight[0]
         going = [r for r in requests if r not in ended and counts[r] < limits[r]]
@@ -189,7 +219,7 @@ def with_a_queue(device, first, limits, stop):
 def by_masks(device, first, limits, stop):
     """A flag for each request; the answers are cut at the end."""
     raw, alive = [[] for _ in first], [True] * len(first)
-    rows, launched = list(range(len(first))), device.start(first)
+    rows, launched = list(range(len(first))), device.start(first) if first else None
     while rows:
         following = [r for r in rows if alive[r] and len(raw[r]) + 1 < limits[r]]
         where = [place for place, r in enumerate(rows) if r in following]

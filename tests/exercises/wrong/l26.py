@@ -121,6 +121,20 @@ answers.slips(
     - layer * stride_layer + block * stride_block
     + layer * stride_block * 4 + block * stride_block
 
+    pages_are_dense: After a block there may be a gap: a block is stride_block after the one before.
+    - block * stride_block
+    + block * PAGE
+
+    block_in_32_bits: Block · stride may be more than 2³¹: keep the block in 64 bits.
+    - block = tl.load(blocks_ptr + row)
+    + block = tl.load(blocks_ptr + row).to(tl.int32)
+
+    lanes_are_clamped: Lanes after the end of a page are masked. Yours load its last value once
+        more.
+    - inside = value < PAGE
+    + value = tl.minimum(value, PAGE - 1)
+    + inside = value < PAGE
+
     strides_swapped: The layer goes with stride_layer, the block with stride_block.
     - layer * stride_layer + block * stride_block
     + block * stride_layer % (stride_layer * tl.num_programs(1)) + layer * stride_block
@@ -262,6 +276,26 @@ answers.slips(
     - self.store(name)
     - return tier
     + return tier
+
+    load_from_host_is_no_use: A block that is loaded becomes host memory's most recent one, also if
+        it was there.
+    - self.store(name)
+    - return tier
+    + if tier == "disk":
+    +     self.store(name)
+    + return tier
+
+    makes_room_first: Host memory that holds the block already need not give one away for it.
+    - self.disk.pop(name, None)
+    - self.host[name] = None
+    - self.host.move_to_end(name)
+    - if len(self.host) > self.host_blocks:
+    + if self.host and len(self.host) >= self.host_blocks:
+    - self.disk.popitem(last=False)
+    + self.disk.popitem(last=False)
+    + self.disk.pop(name, None)
+    + self.host[name] = None
+    + self.host.move_to_end(name)
 
     tier_afterwards: Say which tier had the block, before you move it.
     - tier = "host" if name in self.host else "disk"
@@ -407,6 +441,18 @@ answers.slips(
     loads_what_is_copied: One copy of a block at a time.
     - "load": block in owned and block not in copies,
     + "load": block in owned,
+
+    saves_what_is_saved: One copy of a block at a time: it must not be saved twice at once.
+    - "save": block in owned and block not in copies,
+    + "save": block in owned and copies.get(block) != "load",
+
+    saves_what_is_loaded: One copy of a block at a time: what is being loaded is not there yet.
+    - "save": block in owned and block not in copies,
+    + "save": block in owned and copies.get(block) != "save",
+
+    all_copies_are_done: "done" ends the copy of one block, not of all.
+    - del copies[block]
+    + copies.clear()
 
     a_copy_may_step: A step needs a request that owns the block. A copy is no request.
     - owned >= {*reads, *writes}
