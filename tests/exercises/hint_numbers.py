@@ -28,6 +28,8 @@ def hint_of_number(got: float, want: float, numbers: dict[str, float]) -> str | 
         return "the value is right, and its type is not" if type(got) is not type(want) else None
     if got == -want:
         return "your result has the other sign"
+    if not want:
+        return "0 is expected here: what should not count at all?"
     if isinstance(want, int) and abs(got - want) == 1:
         which = "more" if got > want else "less"
         return (
@@ -36,8 +38,6 @@ def hint_of_number(got: float, want: float, numbers: dict[str, float]) -> str | 
         )
     if not got:
         return "yours is 0: is anything counted?"
-    if not want:
-        return "0 is expected here: what should not count at all?"
     ratio = got / want
     if name := _named_factor(ratio, numbers):
         return f"yours is {name} the expected value"
@@ -125,6 +125,8 @@ def hint_of_entries(got: Sequence, want: Sequence, numbers: dict[str, float]) ->
     wrong = [i for i, (a, b) in enumerate(zip(got, want)) if not _same(a, b)]
     if len(want) > 1 and len(wrong) == 1:
         detail = None if are_ids else _hint_of_entry(got[wrong[0]], want[wrong[0]], numbers)
+        if detail and detail.startswith("only entry"):  # which one of it, the message names
+            detail = detail.partition(": ")[2]
         return f"only entry {wrong[0]} is wrong" + (f": {detail}" if detail else "")
     return None
 

@@ -46,6 +46,11 @@ PLAN_CASES = {  # name: (arguments, the answer, why)
         (6_815_744, 1164, 1, 1 + 6_815_744 / LLAMA_BYTES),
         "q_proj and v_proj, as the paper does it, in a card of 24 GB",
     ),
+    "large_adapters": (
+        ([(8, 8)], 1, 1, 5, 100, 1000),
+        (32, 28, 10, 2.6),
+        "merging makes no model larger, and ten fill the memory",
+    ),
     "no_adapter": (
         ([(8, 8)], 1, 1, 0, 100, 100),
         (32, 0, 1, 1.0),
@@ -99,12 +104,12 @@ def adapter_of(seed, rank, alpha, outputs, inputs, most=12, **options):
 
 
 SWITCH_CASES = {  # name: (rank and alpha and options of old, the same of new, why)
-    "to": (None, (4, 16.0), "the base gets an adapter"),
+    "to": (None, (4, 160.0), "the base gets an adapter"),
     "from": ((4, 16.0), None, "and is the base again"),
     "between": ((2, 8.0), (8, 4.0), "the old one goes, the new one comes"),
     "rank_1": (None, (1, 2.0), "r = 1: alpha itself"),
-    "rslora": (None, (4, 8.0, dict(use_rslora=True)), "alpha / √r"),
-    "mixed": ((16, 8.0, dict(use_rslora=True)), (2, 2.0), "each by its own rule"),
+    "rslora": (None, (8, 8.0, dict(use_rslora=True)), "alpha / √r"),
+    "mixed": ((6, 8.0, dict(use_rslora=True)), (2, 2.0), "each by its own rule"),
 }
 
 
@@ -161,7 +166,8 @@ def compare_switch(impl, weight, old, new, want):
     parts = [t for a in (old, new) if a is not None for t in (a.lora_a, a.lora_b)]
     before = [part.clone() for part in parts]
     got = call(impl, dict(weight=weight, old=old, new=new))
-    assert_equal(got, want, atol=1e-5 if want.dtype == torch.float64 else 0.0, dtype=weight.dtype)
+    # √r has no end in binary digits, so a few roundings of float32 are in the correction
+    assert_equal(got, want, atol=4e-5 if want.dtype == torch.float64 else 0.0, dtype=weight.dtype)
     assert all(torch.equal(a, b) for a, b in zip(before, parts)), (
         "your function changed a matrix of an adapter in place; other layers' matrices need it"
     )

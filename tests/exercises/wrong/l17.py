@@ -61,6 +61,10 @@ answers.slips(
     level_by_level: A tree need not be listed level by level: a node is one deeper than its parent.
     - depths.append(depths[parent] + 1)
     + depths.append(depths[-1] + (depths[parent] == depths[-1]))
+
+    one_deeper_than_a_number: The parent's number is not its depth.
+    - depths.append(depths[parent] + 1)
+    + depths.append(parent + 1)
     """,
 )
 

@@ -80,6 +80,10 @@ answers.slips(
     what_is_added: How many times as many bytes: base and adapters, over the base.
     - base_bytes + num_adapters * adapter_bytes
     + num_adapters * adapter_bytes
+
+    merged_models_are_larger: A merged model is as large as the base: B A is added to its matrices.
+    - memory_bytes // base_bytes
+    + 1 + (memory_bytes - base_bytes) // (base_bytes + adapter_bytes)
     """,
 )
 
@@ -220,6 +224,15 @@ answers.slips(
     refusal_of_another_class: An adapter that cannot be merged is a ValueError.
     - raise ValueError(
     + raise NotImplementedError(
+
+    whole_root: √r is no whole number for most ranks: int(rank**0.5) cuts it off.
+    - (rank**0.5 if
+    + (int(rank**0.5) if
+
+    through_16_bits: Between the sum and weight's dtype there is one rounding, not one to float16
+        before it.
+    - total.to(weight.dtype)
+    + total.half().to(weight.dtype)
     """,
 )
 

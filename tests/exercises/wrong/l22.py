@@ -204,6 +204,11 @@ answers.slips(
     the_worst_ttft: The 99th percentile lies below the largest value.
     - float(np.percentile(ttft_s, 99))
     + max(ttft_s)
+
+    at_least_a_second: A load may last less than a second: divide by how long it was.
+    - return Report(
+    + duration_s = max(1.0, duration_s)
+    + return Report(
     """,
 )
 
@@ -382,6 +387,14 @@ answers.slips(
     the_shorter_of_equals: Among equal starts the one that came first is next, not the shorter one.
     - waiting.sort()
     + waiting.sort(key=lambda entry: (entry[0], entry[2]))
+
+    at_least_one_token: tokens / weight may be below 1, and it counts as it is.
+    - tokens / weights.get(user, 1.0)
+    + max(1.0, tokens / weights.get(user, 1.0))
+
+    whole_units_of_time: Requests may come between two units of time: compare arrivals as they are.
+    - while coming < len(wishes) and wishes[coming].arrival <= now:
+    + while coming < len(wishes) and int(wishes[coming].arrival) <= now:
     """,
 )
 
@@ -703,6 +716,41 @@ answers.slips(
     closed_for_those_who_wait: Closed is for newcomers. Who waits gets the exception of the step.
     - put(inbox, error)
     + put(inbox, Closed("the engine died"))
+
+    closed_once: Every newcomer gets Closed when the engine has died, not only the first one.
+    - if self.is_draining or self.failure is not None:
+    + failure, self.failure = self.failure, None
+    + if self.is_draining or failure is not None:
+
+    stays_with_an_answer_unread: A reader who leaves is aborted, whatever is left in the inbox.
+    - if self.inboxes.get(request_id) is inbox:
+    + if self.inboxes.get(request_id) is inbox and inbox.empty():
+
+    aborted_after_the_first_answer: A reader may leave before the first answer, too: wait for it
+        within the `try`.
+    - try:
+    -     finished = False
+    -     while not finished:
+    -         message = await inbox.get()
+    + message = await inbox.get()
+    + try:
+    +     finished, first = False, True
+    +     while not finished:
+    +         message = message if first else await inbox.get()
+    +         first = False
+
+    a_drain_hides_the_failure: The engine may die during a drain, too: readers get the exception.
+    - self.failure = error
+    + if self.is_draining:
+    +     return
+    + self.failure = error
+
+    the_rest_of_the_step_is_lost: One request has no reader any more. Those after it in the step
+        have.
+    - if inbox is None:
+    -     continue
+    + if inbox is None:
+    +     break
     """,
 )
 
