@@ -2,6 +2,7 @@
 are caught.
 """
 
+import json
 import random
 import re
 
@@ -13,10 +14,11 @@ from lessons.l10_flash_decoding.splits import work_items
 from lessons.l12_paged_kv.kernels.hopper import gluon_mla, launch, tiles
 from lessons.l12_paged_kv.kernels.hopper.gluon_mla import paged_mla_hopper_kernel
 from lessons.l12_paged_kv.kernels.hopper.launch import paged_mla_hopper
-from lessons.l12_paged_kv.lab import specs
+from lessons.l12_paged_kv.lab import latent_times, specs
 from lessons.l12_paged_kv.lab.testing import DEVICE, decoded, paged
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
+from lessons.toolbox.kernels.kernel_hash import kernel_hash
 from lessons.toolbox.measure.device import machine_chip
 from lessons.toolbox.proof.numerics import NotEquivalent, floor_for, prove
 
@@ -271,6 +273,17 @@ def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu, monkeypat
 
 
 # ---------------------------------------------------------------- the compiler
+
+
+def test_the_predicted_times_are_of_these_kernels():
+    """What the record says follows from its own numbers, and its kernels are today's."""
+    record = json.loads(latent_times.RECORD.read_text(encoding="utf-8"))
+    for name, (_, kernel, contexts) in latent_times.KERNELS.items():
+        found = record["kernels"][name]
+        assert found["hash"] == kernel_hash(kernel), f"{name}: predict it anew"
+        at = {context: found["at"][str(context)] for context in contexts}
+        said = latent_times.continued(at)
+        assert said == {key: found[key] for key in said}
 
 
 @pytest.mark.compiler

@@ -4,7 +4,8 @@ predictions of the time model (`lessons.toolbox.profile`), not measurements.
     python -m lessons.l12_paged_kv.lab.latent_times        (a few minutes)
         writes results/counted/l12_latents.json
 
-One program of each launch runs on the machine; the model takes the others to be like it.
+One program of each launch runs on the machine; the model takes the others to be like it. Long
+contexts are continued from two shorter ones, because the machine takes a second for a tile or two.
 """
 
 import json
@@ -23,13 +24,11 @@ from lessons.toolbox.measure.hardware import lookup
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l12_latents.json"
 HEADS, SEQUENCES, BLOCK = 128, 66, 64  # 66 · 2 blocks of heads: a program for each of 132 SMs
+LONG = 8192  # tokens, to which the times of two shorter contexts are continued
+MODULE = "lessons.l12_paged_kv.kernels"
 KERNELS = {
-    "Triton": (paged_mla_decode, "lessons.l12_paged_kv.kernels.latents:paged_mla_kernel", 1024),
-    "Gluon": (
-        paged_mla_hopper,
-        "lessons.l12_paged_kv.kernels.hopper.gluon_mla:paged_mla_hopper_kernel",
-        2048,
-    ),
+    "Triton": (paged_mla_decode, f"{MODULE}.latents:paged_mla_kernel", (512, 1024)),
+    "Gluon": (paged_mla_hopper, f"{MODULE}.hopper.gluon_mla:paged_mla_hopper_kernel", (1024, 2048)),
 }
 
 
@@ -55,17 +54,32 @@ def predicted(decode, context: int) -> dict:
     mine = [launch for launch in seen if "mla" in launch.kernel.name]
     profile = profiles(mine, lookup("h200"))[0]
     found = predict(profile)
-    tiles, flops = context // BLOCK, 2 * (576 + 512) * context * HEADS * SEQUENCES
+    tiles = context // BLOCK
     return {
-        "context": context,
         "predicted_us": round(1e6 * found.seconds, 1),
-        "tflops": round(flops / found.seconds / 1e12, 1),
-        "share_of_peak": round(flops / found.seconds / profile.chip.bf16_flops_per_s, 3),
+        "clocks": round(found.clocks),
         "instructions_a_tile": round(profile.total["issued"] / profile.warps / tiles),
         "matrix_mflop_a_tile": round(profile.total["flops"] / tiles / 1e6, 2),
         "shared_passes_a_tile": round(profile.total["passes"] / tiles),
         "busy": {name: round(float(share), 2) for name, share in found.busy.items()},
         "limit": found.limit,
+    }
+
+
+def continued(found: dict[int, dict]) -> dict:
+    """At a context of LONG, where a tile more costs what it costs between the two of `found`."""
+    (short, first), (long, second) = found.items()
+    tile_us = (second["predicted_us"] - first["predicted_us"]) / ((long - short) // BLOCK)
+    us = second["predicted_us"] + tile_us * (LONG - long) / BLOCK
+    tflops = 2 * (576 + 512) * LONG * HEADS * SEQUENCES / us / 1e6
+    peak = lookup("h200").bf16_flops_per_s
+    clocks = (second["clocks"] - first["clocks"]) / ((long - short) // BLOCK)
+    return {
+        "context": LONG,
+        "clocks_a_tile": round(clocks),
+        "predicted_us": round(us, 1),
+        "tflops": round(tflops, 1),
+        "share_of_peak": round(1e12 * tflops / peak, 3),
     }
 
 
@@ -76,8 +90,10 @@ def main() -> int:
         return subprocess.run(command, env=environment | {CHIP: "90"}, check=False).returncode
     shape = f"{SEQUENCES} sequences, {HEADS} heads, latents of 512 + 64, blocks of {BLOCK}"
     written = {"chip": "H200", "shape": shape, "kernels": {}}
-    for name, (decode, kernel, context) in KERNELS.items():
-        written["kernels"][name] = predicted(decode, context) | {"hash": kernel_hash(kernel)}
+    for name, (decode, kernel, contexts) in KERNELS.items():
+        found = {context: predicted(decode, context) for context in contexts}
+        written["kernels"][name] = {"hash": kernel_hash(kernel), "at": found}
+        written["kernels"][name] |= continued(found)
         print(name, json.dumps(written["kernels"][name], indent=1), flush=True)
     RECORD.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0

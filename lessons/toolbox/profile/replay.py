@@ -68,14 +68,11 @@ class Unpredicted(ValueError):
 
 def costs(kernel: Kernel, launch, capability: int, c: Constants) -> list[Cost]:
     """One for each instruction. Raises Unpredicted."""
-    columns = launch.counts.columns
-    executed = launch.executed
     found = []
     for place, instruction in enumerate(kernel.instructions):
-        many = max(executed[place], 1)
-        per = {name: float(columns[name][place]) / many for name in columns}
-        cost = cost_of(instruction, per, capability, c)
-        found.append(cost)
+        many = max(launch.executed[place], 1)
+        per = {name: float(x[place]) / many for name, x in launch.counts.columns.items()}
+        found.append(cost_of(instruction, per, capability, c))
     return found
 
 
@@ -104,7 +101,7 @@ def cost_of(instruction: Instruction, per: dict[str, float], capability: int, c:
     if op in ("bar", "barrier"):
         if instruction.has("warp"):
             return cost(kind="free", latency=0)
-        number, *threads = map(int, instruction.operands)
+        number, *threads = [int(o) for o in instruction.operands if str(o).isdigit()] or [0]
         return cost(kind="barrier", latency=c.barrier, number=number, warps=sum(threads) // WARP)
     if op == "wgmma":
         return product(instruction, cost, per, c)

@@ -13,9 +13,9 @@ are issued again here, in order, on the clock of an SM that holds as many progra
 A launch is as long as its busiest SM: programs that do not fit run in further waves. Before it and
 after it comes the launch itself.
 
-The replay is in `replay.py`, with the constants. The clock is the data sheet's. Kernels that use
-the copy engine (TMA) are not predicted, and no chip but Hopper, because no other was held against
-measurements.
+The replay is in `replay.py`, with the constants, and for kernels that use the copy engine (TMA) in
+`engines.py`. The clock is the data sheet's. No chip but Hopper is predicted, because no other was
+held against measurements.
 """
 
 import json
