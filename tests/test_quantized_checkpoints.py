@@ -225,9 +225,9 @@ def test_the_layer_of_deepseek_that_predicts_further_may_be_codes(tmp_path):
         load_quantized_mtp(tmp_path / "plain", target)
 
 
-def test_gpt_oss_as_published(folders, tmp_path):
-    """Its experts in MXFP4, under the names of the published files; transformers widens them."""
-    tensors = load_file(folders["gpt_oss"] / "model.safetensors")
+def publish_gpt_oss(source, folder):
+    """The model of `source` in `folder` as OpenAI publishes it; returns its tensors."""
+    tensors = load_file(source / "model.safetensors")
     tensors = {name: x.bfloat16() for name, x in tensors.items()}  # because transformers' are
     for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
         for stacked in (name, name.replace("gate_up", "down")):
@@ -235,10 +235,16 @@ def test_gpt_oss_as_published(folders, tmp_path):
             rows = [weight.codes.view(len(weight.codes), -1, 16) for weight in weights]
             tensors[f"{stacked}_blocks"] = torch.stack(rows)
             tensors[f"{stacked}_scales"] = torch.stack([weight.exponents for weight in weights])
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folders["gpt_oss"] / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
     published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.norm"]}
-    with_config(tmp_path, quantization_config=published)
+    with_config(folder, quantization_config=published)
+    return tensors
+
+
+def test_gpt_oss_as_published(folders, tmp_path):
+    """Its experts in MXFP4, under the names of the published files; transformers widens them."""
+    tensors = publish_gpt_oss(folders["gpt_oss"], tmp_path)
     ours, tokens = load_quantized(tmp_path), torch.randint(97, (19,))
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path,

@@ -2,8 +2,8 @@
 
 Lesson 18 has the format, MXFP4: a number is one of 16 (E2M1), and 32 neighbours of a row share a
 power of two. Lesson 6 has the layer: gate and up in every other row, both clamped, and a bias for
-each product. The engine used to run its experts one by one. So Python waited for the router in
-each layer, and no CUDA graph could record the model.
+each product. Run one by one, as in lesson 6, its experts make Python wait for the router in each
+layer. Here nothing waits, and a CUDA graph can record the layer.
 
 - **A number is its bits.** The three bits below the sign, moved to where bfloat16 has the end of
   its exponent and the beginning of its mantissa, are the number times 2⁻¹²⁶. Two products by powers
