@@ -2,6 +2,7 @@
 of passing.
 """
 
+import gc
 from collections import Counter
 
 import pytest
@@ -15,8 +16,9 @@ from lessons.toolbox.kernels.triton_ import TritonMissing
 from lessons.toolbox.measure.device import has_gpu, has_triton
 
 # the `proof` fixture, through which a test of equivalence records its proof; --since REVISION; the
-# random numbers of a run; --quick
-pytest_plugins = ["lessons.toolbox.proof.record", "tests.since", "tests.seeds", "tests.sample"]
+# random numbers of a run; what tests cost; --quick, which draws by it
+OURS = ("since", "seeds", "seconds", "sample")
+pytest_plugins = ["lessons.toolbox.proof.record", *(f"tests.{name}" for name in OURS)]
 
 
 @pytest.fixture
@@ -39,6 +41,12 @@ def pytest_collection_modifyitems(items):
         for marker, why in missing.items():
             if why and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"NOT RUN: {why}"))
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays to the end, so no collection of garbage looks at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

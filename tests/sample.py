@@ -1,20 +1,40 @@
-"""`pytest --quick`, which `make test` calls: of the tests that take longest, some of their cases.
+"""`pytest --quick`, which `make test` calls: as many cases as fit into BUDGET_S seconds, drawn anew
+for each version, so that a few versions meet them all.
 
-A test marked `@pytest.mark.sample(3)` then runs three of its cases, drawn anew for each version, so
-a few versions meet them all. Tests marked `@pytest.mark.sample(3, of="processes")` are cases of one
-such group, wherever they are. Of a lesson's test that says nothing, OF_A_LESSON cases run, because
-kernels are interpreted there, which is slow. Without the option every case runs: when a file is
-tried alone, when a proof is recorded, and in `make test-all`.
+First by count. A test marked `@pytest.mark.sample(3)` keeps three of its cases. Tests marked
+`@pytest.mark.sample(3, of="processes")` are cases of one such group, wherever they are. Of a
+lesson's test that says nothing, OF_A_LESSON cases stay, because kernels are interpreted there.
+
+Then by cost, which tests/seconds.py has recorded. What must be run is: one case of each of FIRST,
+and every case cheaper than CHEAP_S. The others stand in line, in a drawn order in which a case that
+costs twice as much, and the second case of the same test, come on average twice as late. From the
+front of this line each case runs that still fits.
+
+So a run takes as long as before when tests are added: each dear one is met less often instead.
+Without the option every case runs: when a file is tried alone, when a proof is recorded, and in
+`make test-all`.
 """
 
 import random
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 
 import pytest
 
+from tests.seconds import Seconds
 from tests.seeds import seed_of
 
+BUDGET_S = 680.0  # of one processor; `make test` on two cores takes half of it, and its imports
+CHEAP_S = 0.1
+LONG_S = 4.0
 OF_A_LESSON = 3
+# What every run has a case of: each lesson's tests of equivalence, the wrong answers of each
+# lesson's exercises, the ladder.
+FIRST = re.compile(
+    r"(lessons/l\d\d)_\w+/(?:\w+/)*test_equivalence\.py"
+    r"|tests/exercises/test_machinery\.py::test_every_wrong_answer\w+\[(\d+)\."
+    r"|(tests/test_ladder)\.py"
+)
 QUICK = "of the tests that take longest a sample of their cases (make test)"
 
 
@@ -32,16 +52,20 @@ def pytest_report_header(config):
     return f"--quick: {QUICK}; make test-all runs all" if config.getoption("--quick") else None
 
 
+@pytest.hookimpl(trylast=True)  # what else is deselected (-k, --since) costs nothing
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--quick") and not config.getoption("--all"):
-        left = left_out(items, str(seed_of("sample")))
-        config.hook.pytest_deselected(items=left)
-        gone = set(left)
-        items[:] = [item for item in items if item not in gone]
+        run, seconds = str(seed_of("sample")), Seconds.read()
+        stay = counted(items, run)
+        if not config.getoption("--record-seconds"):
+            stay = within(stay, run, seconds)
+        config.hook.pytest_deselected(items=list(set(items) - set(stay)))
+        # the longest first, so that no process is left with one at the end
+        items[:] = sorted(stay, key=lambda item: seconds.of(item.nodeid) < LONG_S)
 
 
-def left_out(items: list, run: str) -> list:
-    """The cases that do not run, of each test all but as many as its marker says.
+def counted(items: list, run: str) -> list:
+    """The cases that the counts leave: of each test or group as many as its marker says.
 
     Raises pytest.UsageError if the markers of one group disagree.
     """
@@ -56,9 +80,41 @@ def left_out(items: list, run: str) -> list:
             if counts.setdefault(group, marker.args[0]) != marker.args[0]:
                 both = f"{counts[group]} and {marker.args[0]} (at {item.nodeid})"
                 raise pytest.UsageError(f"sample: {group!r} has {both}; accepted: one count")
-    left = []
+    left = set()
     for group, of_group in cases.items():
         count = min(counts[group], len(of_group))
-        drawn = random.Random(f"{run} {group}").sample(of_group, count)
-        left += [item for item in of_group if item not in drawn]
-    return left
+        left |= {*of_group} - {*random.Random(f"{run} {group}").sample(of_group, count)}
+    return [item for item in items if item not in left]
+
+
+def within(items: list, run: str, seconds: Seconds, budget_s: float = BUDGET_S) -> list:
+    """The cases that run, in the order of `items`: those that must, and from the line what fits."""
+    must, line = in_line(items, run, seconds)
+    stay, left_s = set(must), budget_s - sum(seconds.of(item.nodeid) for item in must)
+    for item in line:
+        cost_s = seconds.of(item.nodeid)
+        if cost_s <= left_s:
+            stay.add(item)
+            left_s -= cost_s
+    return [item for item in items if item in stay]
+
+
+def in_line(items: list, run: str, seconds: Seconds) -> tuple[list, list]:
+    """Those that must run, and the others in the order in which they are asked whether they fit."""
+    draw = random.Random(f"{run} line")
+    cases, place = Counter(), {}
+    for item in draw.sample(items, len(items)):
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        place[item] = draw.expovariate(1) * seconds.of(item.nodeid) * cases[test]
+    must, line, firsts = [], [], set()
+    for item in sorted(items, key=place.get):
+        first = FIRST.match(item.nodeid)
+        if seconds.of(item.nodeid) < CHEAP_S:
+            must.append(item)
+        elif first and first[first.lastindex] not in firsts:
+            firsts.add(first[first.lastindex])
+            must.append(item)
+        else:
+            line.append(item)
+    return must, line

@@ -10,7 +10,7 @@ that the keyword is about, because each library has a subset in which that matte
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -153,15 +153,16 @@ def serves(library: Callable, case: Case) -> bool:
     return False
 
 
-def served(name: str) -> set[Case]:
+@lru_cache
+def served(name: str) -> frozenset[Case]:
     """The cases that a library serves."""
-    return {case for case in suite() if serves(LIBRARIES[name], case)}
+    return frozenset(case for case in suite() if serves(LIBRARIES[name], case))
 
 
 # ---------------------------------------------------------------- the table
 
 
-def keywords(cases: set[Case]) -> set[str]:
+def keywords(cases: Set[Case]) -> set[str]:
     """Those whose first case is among the cases."""
     firsts: dict[str, Case] = {}
     for case in suite():
@@ -169,14 +170,14 @@ def keywords(cases: set[Case]) -> set[str]:
     return {word for word, case in firsts.items() if case in cases}
 
 
-def rows(by_library: dict[str, set[Case]]) -> list[str]:
+def rows(by_library: dict[str, Set[Case]]) -> list[str]:
     """MORE.md's table: keywords by which others serve them, and cases that several serve."""
     mine, one, other = (keywords(by_library[name]) for name in LIBRARIES)
     groups = {
         "XGrammar and llguidance": one & other,
         "XGrammar alone": one - other,
         "llguidance alone": other - one,
-        "neither": keywords(set(suite())) - one - other,
+        "neither": keywords({*suite()}) - one - other,
     }
     found = ["| others that serve it | we serve | we refuse |", "|---|---|---|"]
     for name, words in groups.items():

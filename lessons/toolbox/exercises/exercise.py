@@ -26,6 +26,7 @@ A gap in a helper that carries no decorator names its exercise: `# SOLUTION 2.1`
 """
 
 import ast
+import functools
 import hashlib
 import itertools
 import json
@@ -104,27 +105,40 @@ def read_exercises(path: Path) -> list[Exercise]:
     """The exercises that a solution file declares. Raises ValueError or TypeError for a declaration
     that cannot work.
     """
+    return list(_declared(path.name, path.read_text(encoding="utf-8")))
+
+
+@functools.lru_cache(maxsize=256)  # all files are asked for, again and again
+def _declared(file: str, source: str) -> tuple[Exercise, ...]:
     found = []
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.parse(source).body:
         for call in getattr(node, "decorator_list", []):
             if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "exercise":
                 id, title = map(ast.literal_eval, call.args)
                 options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
                 lines = range(node.lineno, node.end_lineno + 1)
-                found.append(Exercise(id, title, node.name, path.name, lines, **options))
-    return found
+                found.append(Exercise(id, title, node.name, file, lines, **options))
+    return tuple(found)
 
 
 def has_kernel(entry: Exercise) -> bool:
     """Whether the learner writes a part of a Triton kernel."""
     source = (SOLUTIONS / entry.file).read_text(encoding="utf-8")
     lines = source.splitlines()
+    return any(
+        first in entry.lines or f"# SOLUTION {entry.id}" in map(str.strip, lines[first:last])
+        for first, last in _kernels(source)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _kernels(source: str) -> list[tuple[int, int]]:
+    """First and last line of each Triton kernel."""
+    found = []
     for node in ast.parse(source).body:
         if any(ast.unparse(call) == "triton.jit" for call in getattr(node, "decorator_list", [])):
-            inside = lines[node.lineno : node.end_lineno]
-            if f"# SOLUTION {entry.id}" in map(str.strip, inside) or node.lineno in entry.lines:
-                return True
-    return False
+            found.append((node.lineno, node.end_lineno))
+    return found
 
 
 def untouched_line(source: str, exercise_id: str) -> int | None:

@@ -80,8 +80,10 @@ if has_triton():
     if interpreting():
         from lessons.toolbox.kernels import order  # noqa: F401  registers its patch
         from lessons.toolbox.kernels.interpreter import make_faithful
+        from lessons.toolbox.kernels.spared import spare
 
         make_faithful()
+        spare()
     elif compiled_chip():
         from lessons.toolbox.gpu.triton_driver import install
 
