@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=03
-# Generated from solutions/l03_weighted_values.py, checksum 983f3cd31d66. Generating again never overwrites your edits.
+# Generated from solutions/l03_weighted_values.py, checksum e1efc6f160d4. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercise 3.5: the first kernel with a loop, the second half of a decode step."""
 
@@ -47,8 +47,8 @@ def weighted_values(weights: Tensor, v_cache: Tensor, context_lens: Tensor) -> T
 
     The wrapper is done. The body of `weighted_values_kernel` above is yours: a loop over tiles of
     BLOCK_N rows of V, [BLOCK_N, BLOCK_D], and a sum that grows from tile to tile. D need not be a
-    power of two, and the last tile need not be full. Aim: each row in use is loaded once, and no
-    other row at all. Errors: none to raise.
+    power of two, and the last tile need not be full. Aim: each row of V in use is loaded once, and
+    no other row at all. Errors: none to raise.
 
     Example: B = Hkv = 1, D = 2, context_lens [3], weights [[[0.5, 0.25, 0.25, NaN]]]
         rows of V [2, 0], [4, 8], [0, 4], NaN: 0.5 · 2 + 0.25 · 4 = 2, 0.25 · 8 + 0.25 · 4 = 3

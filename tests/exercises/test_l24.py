@@ -303,6 +303,7 @@ def test_forbid_strides(impl, case, seed):
     {
         "rows": "the third row begins after element 2³¹ of the memory",
         "tokens": "the third token of a row is after element 2³¹ of the memory",
+        "words": "the third row of the words begins after element 2³¹ of the memory",
     },
     seconds=30,
 )
@@ -311,10 +312,14 @@ def test_forbid_far_apart(impl, case, seed):
     logits, words, is_forbidden = batch_of(seed, 3, 3, dtype=torch.float16)
     is_forbidden |= torch.eye(3, dtype=torch.bool)  # something in the last row and column
     words &= 0b111 - (1 << torch.arange(3, dtype=torch.int32))[:, None]
-    far = far_apart(logits) if case == "rows" else far_apart(logits.T).T
-    impl(far, words)
     want = logits.masked_fill(is_forbidden, -torch.inf)
-    assert_equal(note(far.clone(memory_format=torch.contiguous_format)), want, label="the logits")
+    if case == "words":
+        words = far_apart(words)
+    else:
+        logits = far_apart(logits) if case == "rows" else far_apart(logits.T).T
+    impl(logits, words)
+    near = logits.clone(memory_format=torch.contiguous_format)
+    assert_equal(note(near), want, label="the logits")
 
 
 @check("24.3", seconds=5)

@@ -747,9 +747,10 @@ def row_after_row_kernel(
     """A program per sequence, head and column: one number after the other."""
     b, h, d = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     total = 0.0
-    for n in range(tl.load(lens_ptr + b).to(tl.int32)):
+    for at in range(tl.load(lens_ptr + b).to(tl.int32)):
+        n = b * 0 + at  # 64 bits
         weight = tl.load(weights_ptr + (b * heads + h) * capacity + n)
-        total += weight * tl.load(v_ptr + b * by_b + n.to(tl.int64) * by_n + h * by_h + d)
+        total += weight * tl.load(v_ptr + b * by_b + n * by_n + h * by_h + d)
     tl.store(out_ptr + (b * heads + h) * D + d, total)
 
 

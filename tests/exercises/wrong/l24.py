@@ -396,6 +396,10 @@ answers.slips(
     - tl.program_id(0).to(tl.int64)
     + tl.program_id(0)
 
+    words_in_32_bits: Row · stride_words may be more than 2³¹, too: keep the row in 64 bits.
+    - words_ptr + row * stride_words
+    + words_ptr + row.to(tl.int32) * stride_words
+
     tokens_in_32_bits: Token · stride may be more than 2³¹: make the token int64 before you
         multiply.
     - token.to(tl.int64) * stride_token
