@@ -1,8 +1,8 @@
-"""Paged attention: the wrappers of the two kernels in paged.py, and this lesson's rung.
+"""Paged attention: the wrappers of the two kernels in kernels/paged.py, and this lesson's rung.
 
 The kernels read the block table themselves, so nothing is gathered: K and V are read once, from
-wherever they are. arguments.py says what the wrappers accept, launch.py how the kernels are
-launched.
+wherever they are. In kernels/, arguments.py says what the wrappers accept, and launch.py how the
+kernels are launched.
 
 Source: Kwon et al. 2023, PagedAttention, section 4.1.
 """

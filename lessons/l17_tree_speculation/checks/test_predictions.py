@@ -19,7 +19,7 @@ from lessons.l17_tree_speculation.lab.experiments import (
     typical_bias,
 )
 from lessons.l17_tree_speculation.lab.workload import KINDS, is_there
-from lessons.l17_tree_speculation.naive import accept_among
+from lessons.l17_tree_speculation.naive import accept_among, follow
 from lessons.l17_tree_speculation.trees.tree import Tree, best_tree, expected_tokens, full_tree
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.proof.pages import pages
@@ -129,3 +129,17 @@ def test_the_curves_of_nodes_flatten_and_end_with_the_guesses_that_were_counted(
     curve = dict(pictures.curve_of(entry))
     assert len(entry["acceptance"]) == 4 and max(curve) <= 45
     assert curve[max(curve)] < 1.08 * curve[16]
+
+
+def test_the_example_of_step_7():
+    """The picture's tree, walked by `follow`: nodes 0, 1 and 4 stay, and 3 tokens are emitted."""
+    words = [*pictures.WORDS, "len"]
+    tokens = [words.index(word) for word in pictures.WORDS]
+    sampled = [words.index(word) for word in ("range", "(", ".", "(", "len", "(", "(")]
+    *nodes, last = follow(pictures.EXAMPLE, tokens, sampled)
+    assert nodes == [0, 1, 4]
+    emitted = [words[tokens[node]] for node in nodes[1:]] + [words[last]]
+    assert f"emitted: {' '.join(emitted)}, three tokens of one pass" in README
+    assert "in the example of step 7 h, h + 1, h + 4. The next" in README
+    others = set(range(len(pictures.EXAMPLE))) - set(nodes)
+    assert others == {2, 3, 5, 6} and "after nodes 2, 3, 5 and 6 is of no use" in README

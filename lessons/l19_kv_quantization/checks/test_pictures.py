@@ -231,3 +231,17 @@ def test_the_examples_by_hand():
         rows = to_eight_bits(weight * by, "int8").dequantize()
         products.append(float(int8.dequantize(*int8.quantize(x / by)) @ rows.T))
     assert f"product {products[0]:.2f}." in README and f"both sides, {products[1]:.2f}." in README
+
+
+def test_the_examples_of_steps_6_and_8():
+    """Codes that are rounded again, and a scale that is taken out of a sum."""
+    channel = torch.tensor([6.0, -1.5])
+    codes = torch.round(channel / 0.5)
+    again = torch.round(codes * 0.5 / (127 / 127))
+    first, second = ([int(code) for code in each] for each in (codes, again))
+    assert f"scale 0.5, are codes {first[0]} and −{-first[1]}" in README
+    assert f"codes {second[0]}, −{-second[1]}, 127.  −1.5 has become −{-second[1]}" in README
+    scale, (one, other) = 6 / 127, (127, round(-0.3 / (6 / 127)))
+    assert (one, other) == (127, -6)
+    found, exact = scale * (one + 2 * other), 6 + 2 * -0.3
+    assert f"{scale:.4f} · (127 − {-2 * other}) = {found:.2f}, exactly {exact:.1f}" in README
