@@ -1,11 +1,13 @@
 """The policy kv: prompts go to what replicas have told, and by their prefix where none has."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lessons.l26_kv_transfer import routing
+from lessons.toolbox.exercises.drop_ins import blaming
 from reference.router.cache_aware import question_of
 from reference.router.policies import Prompt
 from tests.router import fakes
@@ -252,6 +254,20 @@ async def test_messages_and_ids_are_prompts_too():
 )
 def test_what_a_tokenizer_is_asked(path, body, wanted):
     assert question_of(path, body) == wanted
+
+
+async def test_a_learner_is_told_where_it_failed(monkeypatch):
+    async with telling() as router:
+        router.fakes[0].holds(TEXT)
+        await heard(router)
+
+        def raises(prompt_blocks, cached, waiting, active, weight):
+            return cached[99]
+
+        part = blaming(raises, "26.5", Path(__file__))
+        monkeypatch.setattr(routing, "scores", part)
+        answer = await router.ask(TEXT)
+        assert answer.status_code == 500 and "exercise 26.5" in answer.text
 
 
 async def test_the_formula_is_the_exercise(monkeypatch):
