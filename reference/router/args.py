@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
-from lessons.l26_kv_transfer.routing import CREDITS
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import check_positive, check_whole, is_number, refuse
+from reference.router.block_index import CREDITS
 
 POLICIES = ("prefix", "least", "round-robin", "kv")
 ACCEPTED_URL = "http://host:port, https://host:port, or dns://name:port for all addresses of a name"

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from lessons.l26_kv_transfer import routing
 from lessons.toolbox.exercises.drop_ins import PartFailed, naming_exercises
+from reference.router import block_index
 from reference.router.args import RouterArgs
 from reference.router.blocks import Blocks
 from reference.router.policies import PrefixHash, Prompt, request_of
@@ -69,7 +69,7 @@ class CacheAware:
         waiting, active = [one.waiting for one in work], [one.active for one in work]
         try:
             with naming_exercises():
-                _, cheapest, _, _ = routing.scores(count, cached, waiting, active, self.weight)
+                _, cheapest, _, _ = block_index.scores(count, cached, waiting, active, self.weight)
                 return alive[cheapest]
         except PartFailed as failed:
             raise ApiError(500, str(failed)) from failed
