@@ -46,5 +46,10 @@ def test_chats_that_come_back_in_small(tmp_path, request):
     entries = json.loads((tmp_path / "turns.json").read_text())["entries"]
     assert [entry["name"] for entry in entries] == list(turns.WAYS)
     assert not entries[1]["found_tokens"] and not entries[2]["faults"]
-    assert entries[2]["found_tokens"] == entries[2]["asked_tokens"] > 0
+    for entry in entries[2:]:
+        first = 10 * ((FIRST - 1) // BLOCK) * BLOCK  # nothing of a chat is there before it begins
+        later = entry["asked_tokens"] - first
+        # but for blocks that the turn before had not filled
+        assert 0.9 * later < entry["found_tokens"] <= later
+        assert entry["loaded_blocks"] * BLOCK == entry["found_tokens"]
     assert entries[3]["file_hits"] > 0 and (tmp_path / "turns.svg").exists()

@@ -19,7 +19,12 @@ from lessons.l03_kv_cache.cache import KVPool
 from lessons.toolbox.model.arguments import is_whole, refuse
 
 # that bytes may be moved as, by their size
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+WORDS = {
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.uint8,
+}
 
 
 def gather(pool: KVPool, blocks: Sequence[int]) -> Tensor:
