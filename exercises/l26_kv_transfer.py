@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=26
-# Generated from solutions/l26_kv_transfer.py, checksum 5423a637e948. Generating again never overwrites your edits.
+# Generated from solutions/l26_kv_transfer.py, checksum f615557a22cb. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of
 two tiers, a log with a race in it, and the score of a router.
@@ -175,7 +175,7 @@ def round_robin(request: int, num_workers: int) -> int:
     "The score of a router",
     minutes=25,
     difficulty=2,
-    replaces="lessons.l26_kv_transfer.routing:scores",
+    replaces="reference.router.block_index:scores",
 )
 def scores(
     prompt_blocks: int,

@@ -253,7 +253,7 @@ def round_robin(request: int, num_workers: int) -> int:
     "The score of a router",
     minutes=25,
     difficulty=2,
-    replaces="lessons.l26_kv_transfer.routing:scores",
+    replaces="reference.router.block_index:scores",
 )
 def scores(
     prompt_blocks: int,

@@ -5,9 +5,9 @@ some twice and in any order, and of a router that follows; beside them an oracle
 import random
 from collections import Counter
 
-from lessons.l26_kv_transfer import events as events_module
-from lessons.l26_kv_transfer.events import MEDIUMS, EventLog, Follower, from_json, to_json
-from lessons.l26_kv_transfer.routing import BlockIndex
+from reference.features import block_events as events_module
+from reference.features.block_events import MEDIUMS, EventLog, Follower, from_json, to_json
+from reference.router.block_index import BlockIndex
 
 KEYS = [bytes([number]) * 16 for number in range(12)]
 

@@ -27,11 +27,11 @@ from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.peft.adapters import save_adapter
 from lessons.l23_experts.grouped import grouped
 from lessons.l25_one_step_ahead.generate import generate as ahead
-from lessons.l26_kv_transfer.events import BlockStored
 from lessons.toolbox.model.config import MLAConfig, MoEConfig
 from reference import LoRARequest, SamplingParams
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
+from reference.features.block_events import BlockStored
 from reference.router.args import RouterArgs
 from reference.router.blocks import Stream
 from reference.router.policies import Prompt

@@ -9,7 +9,10 @@ import pytest
 
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l26_kv_transfer.costs import LINKS, token_of
-from lessons.l26_kv_transfer.events import (
+from lessons.toolbox.profile import time_model
+from reference import LLM, SamplingParams
+from reference.engine.engine_args import EngineArgs
+from reference.features.block_events import (
     KEY_BYTES,
     AllBlocksCleared,
     Batch,
@@ -19,11 +22,8 @@ from lessons.l26_kv_transfer.events import (
     Follower,
     from_json,
 )
-from lessons.l26_kv_transfer.routing import CREDITS, BlockIndex, scores
-from lessons.toolbox.profile import time_model
-from reference import LLM, SamplingParams
-from reference.engine.engine_args import EngineArgs
 from reference.features.kv_events import events_since, log_of
+from reference.router.block_index import CREDITS, BlockIndex, scores
 from tests.block_events_cases import KEYS, run_histories
 
 # ---------------------------------------------------------------- histories

@@ -18,6 +18,14 @@ from torch import Tensor
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.toolbox.model.arguments import is_whole, refuse
 
+# that bytes may be moved as, by their size
+WORDS = {
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.uint8,
+}
+
 
 def gather(pool: KVPool, blocks: Sequence[int]) -> Tensor:
     """Copies of these blocks, a row each: [len(blocks), block_bytes] uint8, on the pool's device.

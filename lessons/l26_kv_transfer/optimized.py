@@ -15,6 +15,7 @@ from torch import Tensor
 from lessons.l03_kv_cache.arguments import check_grid
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l26_kv_transfer.naive import (
+    WORDS,
     block_bytes,
     check_blocks,
     check_packed,
@@ -26,7 +27,6 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 __all__ = ["block_bytes", "gather", "scatter"]
 
 WIDEST = 16  # bytes that a thread loads by one instruction
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 PIECE_WORDS = 1024  # of a page, for one program: 8 KiB, four loads for each of its threads
 MAX_WARPS = 4
 

@@ -2,6 +2,7 @@
 interpreted.
 """
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l26_kv_transfer.naive import (
+    WORDS,
     block_bytes,
     check_blocks,
     check_packed,
@@ -40,6 +42,7 @@ def gather(pool: KVPool, blocks: Sequence[int]) -> Tensor:
     packed = new_rows(pool, len(blocks))
     chosen = torch.tensor(list(blocks), dtype=torch.int64, device=packed.device)
     for pages, place in zip(pages_of(pool), split_row(pool, packed)):
+        pages, place = in_words(pages, place)
         place.copy_(pages.index_select(2, chosen).permute(2, 0, 1, 3))
     return packed
 
@@ -51,4 +54,15 @@ def scatter(pool: KVPool, blocks: Sequence[int], packed: Tensor) -> None:
     check_packed(pool, blocks, packed)
     chosen = torch.tensor(list(blocks), dtype=torch.int64, device=packed.device)
     for pages, place in zip(pages_of(pool), split_row(pool, packed)):
+        pages, place = in_words(pages, place)
         pages.index_copy_(2, chosen, place.permute(1, 2, 0, 3))
+
+
+def in_words(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of bytes as the widest words that all of them allow: PyTorch moves an element at a
+    time, so a word of 8 bytes takes an eighth of the time of its bytes.
+    """
+    unit = max(WORDS)
+    for x in tensors:
+        unit = math.gcd(unit, x.shape[-1], *x.stride()[:-1], x.storage_offset(), x.data_ptr())
+    return [x.view(WORDS[unit]) for x in tensors]

@@ -78,6 +78,20 @@ def test_words_are_as_wide_as_the_addresses_allow(seed):
     assert piece_for(2048, 2) == (1024, 4) and piece_for(96, 2) == (128, 2)
 
 
+def test_indexing_moves_words_of_every_width(seed):
+    """In 8, 4, 2 and 1 bytes; in wider ones than the addresses allow it would raise."""
+    found = set()
+    for shape in SHAPES:
+        pool, other = pool_from(7, *tensors_of(*shape)), pool_from(7, *tensors_of(*shape))
+        packed = stand_ins.gather(pool, [6, 2, 5])
+        assert packed.equal(naive.gather(pool, [6, 2, 5]))
+        stand_ins.scatter(other, [0, 4, 1], packed)
+        assert packed.equal(naive.gather(other, [0, 4, 1]))
+        for pages, place in zip(pages_of(pool), naive.split_row(pool, packed)):
+            found |= {words.itemsize for words in stand_ins.in_words(pages, place)}
+    assert found == {8, 4, 2, 1}
+
+
 @each_way
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_pool(kind, way, seed):

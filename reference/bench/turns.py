@@ -2,11 +2,14 @@
 waits for, without a cache, with a prefix cache, with host memory behind it, and with files.
 
     python -m reference.bench.turns --out build
-    python -m reference.bench.turns --chats 20 --turns 4
+    python -m reference.bench.turns --chats 10 --turns 3
 
 A turn is the whole chat so far and some new tokens. All chats take their first turn, then all their
 second, in an order drawn anew, so each comes back after all others: its blocks have left the pool
-by then. All ways have to give the same tokens. Prints a table, writes turns.json and turns.svg.
+by then. The history of a chat is long beside a turn, as those of real ones are: what a hit saves
+grows with it, and what a step costs at least does not. All ways have to give the same tokens.
+Prints a table, writes turns.json and turns.svg. Besides the seconds to a first token it has those
+of the processor, in all threads, which another program on the machine changes less.
 """
 
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
@@ -26,7 +29,7 @@ from reference.ladder.command import place_of
 
 SCHEMA = 1
 BLOCK = 16  # tokens
-FIRST, NEXT, ANSWER = 96, 24, 16  # tokens of the first message, of the next ones, of an answer
+FIRST, NEXT, ANSWER = 512, 24, 16  # tokens of the first message, of the next ones, of an answer
 FITS = 10  # one of so many chats fits into the pool
 TEXT = 400_000  # characters that the messages are cut from
 HOST_SHARE = 0.3  # of the chats, where files hold the rest
@@ -89,33 +92,35 @@ def arguments_of(way: str, args, block_bytes: int, folder: str) -> dict:
     return found
 
 
-def serve(llm, chats, args, tick) -> tuple[list, list[list[float]]]:
+def serve(llm, chats, args, tick) -> tuple[list, list[list[float]], list[list[float]]]:
     """All turns of all chats, one at a time. Returns the answers of each chat, and for each turn
-    the seconds to the first token.
+    the seconds to the first token, and those of the processor.
     """
     from reference.engine.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
     engine, draw = llm.engine, random.Random(args.seed)
     texts, answers = [[] for _ in chats], [[] for _ in chats]
-    waits = []
+    waits, worked = [], []
     for turn in range(args.turns):
         order = draw.sample(range(len(chats)), len(chats))
         waits.append([])
+        worked.append([])
         for chat in order:
             texts[chat] += chats[chat][turn]
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             engine.add_request("turn", list(texts[chat]), params)
             request, first = engine.requests["turn"], None
             while engine.has_unfinished_requests:
                 if engine.advance() and first is None:
                     first = time.perf_counter() - start
+                    worked[-1].append(time.process_time() - busy)
             answer = list(request.sequences[0].output)
             texts[chat] += answer
             answers[chat].append(answer)
             waits[-1].append(first)
             tick()
-    return answers, waits
+    return answers, waits, worked
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,13 +151,16 @@ def run(args: argparse.Namespace) -> int:
             bar = progress.add_task("turns", total=len(WAYS) * args.chats * args.turns)
             for way in WAYS:
                 llm = LLM(args.model, **common, **arguments_of(way, args, block_bytes, folder))
-                answers, waits = serve(llm, chats, args, lambda: progress.advance(bar))
+                answers, waits, worked = serve(llm, chats, args, lambda: progress.advance(bar))
                 host, blocks = llm.engine.scheduler.host, llm.engine.scheduler.blocks
                 entry = {"name": way, "ttft_s": [band(turn) for turn in waits]}
+                entry |= {"cpu_s": [band(turn) for turn in worked]}
                 entry |= {"asked_tokens": host.asked, "found_tokens": host.found}
                 if (connector := getattr(blocks, "connector", None)) is not None:
                     below = connector.tier.below
                     entry |= {"host_hits": connector.tier.hits, "faults": connector.faults}
+                    names = ("loaded_blocks", "saved_blocks", "given_up")
+                    entry |= {name: getattr(connector, name) for name in names}
                     entry |= {"file_hits": 0 if below is None else below.hits}
                 entries.append(entry)
                 llm.shutdown()

@@ -19,14 +19,14 @@ LOOKS = {
 ALT = "Milliseconds to the first token over the turn of a chat, for four ways of keeping K and V."
 
 
-def milliseconds(entry: dict) -> list[float]:
-    """The median of each turn."""
-    return [1000 * turn["median"] for turn in entry["ttft_s"]]
+def milliseconds(entry: dict, of: str = "ttft_s") -> list[float]:
+    """The median of each turn. of: "ttft_s", or "cpu_s" for the processor's."""
+    return [1000 * turn["median"] for turn in entry[of]]
 
 
-def later(entry: dict) -> float:
+def later(entry: dict, of: str = "ttft_s") -> float:
     """Milliseconds to the first token from the second turn on: the mean of the medians."""
-    found = milliseconds(entry)[1:]
+    found = milliseconds(entry, of)[1:]
     return sum(found) / len(found)
 
 
@@ -39,9 +39,10 @@ def print_table(record: dict, console) -> None:
         f"{record['fits']} fits into the pool; ms to the first token"
     )
     table.add_column("way")
-    for name in ("first turn", "last turn", "from the 2nd on", "of no cache", "found elsewhere"):
+    columns = ("first turn", "last turn", "from the 2nd on", "of no cache", "of its CPU time")
+    for name in (*columns, "found elsewhere"):
         table.add_column(name, justify="right")
-    whole = later(record["entries"][0])
+    whole, worked = (later(record["entries"][0], of) for of in ("ttft_s", "cpu_s"))
     for entry in record["entries"]:
         turns, asked = milliseconds(entry), entry["asked_tokens"]
         table.add_row(
@@ -50,6 +51,7 @@ def print_table(record: dict, console) -> None:
             f"{turns[-1]:.1f}",
             f"{later(entry):.1f}",
             f"{later(entry) / whole:.2f}",
+            f"{later(entry, 'cpu_s') / worked:.2f}",
             f"{entry['found_tokens'] / asked:.0%}" if asked else "",
         )
     console.print(table)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l26_kv_transfer.events import Batch, EventLog
+from reference.features.block_events import Batch, EventLog
 
 if TYPE_CHECKING:
     from reference.engine.engine import Engine

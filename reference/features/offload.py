@@ -19,10 +19,10 @@ from torch import Tensor
 from lessons.l13_prefix_caching.naive import FIRST
 from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.connector import TierConnector
-from lessons.l26_kv_transfer.events import EventLog, Key
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import FolderTier, HostTier, Lru
 from reference.engine.engine_args import EngineArgs
+from reference.features.block_events import EventLog, Key
 from reference.features.kv_events import new_cache
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
-from lessons.l26_kv_transfer.routing import CREDITS
 from lessons.toolbox.command import OneLineParser
 from lessons.toolbox.model.arguments import check_positive, check_whole, is_number, refuse
+from reference.router.block_index import CREDITS
 
 POLICIES = ("prefix", "least", "round-robin", "kv")
 COSTS = ("kv_bytes", "compute_s", "bytes_per_s", "fixed_s")

@@ -13,9 +13,9 @@ from contextlib import aclosing
 
 import httpx
 
-from lessons.l26_kv_transfer.events import Follower, from_json
-from lessons.l26_kv_transfer.routing import BlockIndex
+from reference.features.block_events import Follower, from_json
 from reference.router.args import RouterArgs
+from reference.router.block_index import BlockIndex
 from reference.router.policies import Prompt
 
 PATH = "/kv_events"

@@ -20,10 +20,12 @@ from typing import Any
 import httpx
 import numpy as np
 
-from lessons.l26_kv_transfer import routing
+from lessons.toolbox.exercises.drop_ins import PartFailed, naming_exercises
+from reference.router import block_index
 from reference.router.args import RouterArgs
 from reference.router.blocks import Blocks
 from reference.router.policies import PrefixHash, Prompt, request_of
+from reference.server.errors import ApiError
 
 CHARS = 4  # of a token, about: for the size of a prompt whose tokens are not known
 # what decides the tokens of a prompt, by the path of the request
@@ -54,7 +56,7 @@ class CacheAware:
         self.work: dict[str, Work] = {}
 
     def choose(self, request: Prompt, loads: np.ndarray) -> int:
-        """As in Router."""
+        """As in Router. Raises ApiError if a learner's scores fail."""
         if request.prefix is None or request.tokens is None:
             return self.homes.choose(request, loads)
         alive = [at for at in self.homes.ranked(request.prefix) if loads[at] < np.inf]
@@ -65,8 +67,12 @@ class CacheAware:
         work = [self.work.get(name, Work()) for name in names]
         count = blocks_in(len(request.tokens), self.blocks.block_size)
         waiting, active = [one.waiting for one in work], [one.active for one in work]
-        _, cheapest, _, _ = routing.scores(count, cached, waiting, active, self.weight)
-        return alive[cheapest]
+        try:
+            with naming_exercises():
+                _, cheapest, _, _ = block_index.scores(count, cached, waiting, active, self.weight)
+                return alive[cheapest]
+        except PartFailed as failed:
+            raise ApiError(500, str(failed)) from failed
 
     def begin(self, name: str, request: Prompt, body: bytes) -> "Share":
         """A replica gets a request. body: its bytes, which tell the size if the tokens do not."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l26_kv_transfer.events import KEY_BYTES
+from reference.features.block_events import KEY_BYTES
 from reference.router.args import RouterArgs
 from reference.simulator.routers import LeastLoaded, RoundRobin, Router
 

@@ -5,9 +5,10 @@ import json
 from contextlib import asynccontextmanager
 
 from lessons.l13_prefix_caching.naive import HashBlocks
-from lessons.l26_kv_transfer.events import EventLog, to_json
+from reference.features.block_events import EventLog, to_json
 from tests.router.fakes import (
     HEAD_OF_EVENTS,
+    SOON_S,
     Fake,
     answers,
     chunk,
@@ -95,7 +96,8 @@ async def telling(count: int = 3, **own):
     fakes = [Telling() for _ in range(count)]
     for fake in fakes:
         await fake.start()
-    own = dict(policy="kv", health_interval=0.05, host_credit=0.5, folder_credit=0.25) | own
+    own = dict(host_credit=0.5, folder_credit=0.25, health_interval=0.05) | own
+    own = dict(policy="kv", events_timeout=SOON_S, tokenize_timeout=SOON_S) | own  # if it is slow
     async with cluster_of(RouterArgs([fake.url for fake in fakes], **own), fakes) as found:
         yield found
         for fake in fakes:

@@ -1,15 +1,17 @@
 """The policy kv: prompts go to what replicas have told, and by their prefix where none has."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lessons.l26_kv_transfer import routing
+from lessons.toolbox.exercises.drop_ins import blaming
+from reference.router import block_index
 from reference.router.cache_aware import question_of
 from reference.router.policies import Prompt
 from tests.router import fakes
-from tests.router.fakes import until
+from tests.router.fakes import SOON_S, until
 from tests.router.kv_fakes import BLOCK, heard, ids_of, telling
 
 TEXT = "def the_same_beginning(of, a, prompt):\n    return 1"
@@ -194,6 +196,7 @@ async def test_a_tokenizer_that_is_late_or_refuses_costs_no_request():
             fake.reads.clear()
         assert await where(router) == home_of(router)
         assert router.counted("router_kv_requests_total", prompt="unknown") == 1
+        router.routing.replicas.reader.timeout_s = SOON_S
         for fake in router.fakes:
             fake.reads.set()
         assert await where(router) == one
@@ -254,6 +257,20 @@ def test_what_a_tokenizer_is_asked(path, body, wanted):
     assert question_of(path, body) == wanted
 
 
+async def test_a_learner_is_told_where_it_failed(monkeypatch):
+    async with telling() as router:
+        router.fakes[0].holds(TEXT)
+        await heard(router)
+
+        def raises(prompt_blocks, cached, waiting, active, weight):
+            return cached[99]
+
+        part = blaming(raises, "26.5", Path(__file__))
+        monkeypatch.setattr(block_index, "scores", part)
+        answer = await router.ask(TEXT)
+        assert answer.status_code == 500 and "exercise 26.5" in answer.text
+
+
 async def test_the_formula_is_the_exercise(monkeypatch):
     """What stands in for lesson 26's scores decides."""
     async with telling() as router:
@@ -267,7 +284,7 @@ async def test_the_formula_is_the_exercise(monkeypatch):
             costs = [-have for have in cached]
             return costs, costs.index(max(costs)), costs, 0
 
-        monkeypatch.setattr(routing, "scores", dearest)
+        monkeypatch.setattr(block_index, "scores", dearest)
         prompt = Prompt("x", ids_of(TEXT))
         chosen = policy.choose(prompt, np.zeros(3))
         count = (len(TEXT) - 1) // BLOCK

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 
 from fastapi import APIRouter
 
-from lessons.l26_kv_transfer.events import to_json
 from reference.engine.async_engine import EngineDeadError
+from reference.features.block_events import to_json
 from reference.features.kv_events import events_since
 from reference.server.errors import ApiError
 from reference.server.service import Service

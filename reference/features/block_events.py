@@ -26,7 +26,7 @@ from lessons.toolbox.model.arguments import refuse
 Key = bytes
 MEDIUMS = ("pool", "host", "folder")  # the fastest first
 KEY_BYTES = 16  # of a hash that are told: if two were equal, a prompt would go to the wrong replica
-MOST_EVENTS = 1024  # of a batch that nobody has asked for yet
+MOST_EVENTS = 1024  # of a batch that no router has asked for yet
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ their block events.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from lessons.l26_kv_transfer.events import (
+from reference.features.block_events import (
     MEDIUMS,
     AllBlocksCleared,
     BlockStored,
