@@ -4,5 +4,6 @@
 
 Requests that begin alike go to the same replica, because its prefix cache holds what they share.
 Read `policies` (who gets a request), then `replicas` (who can get one), then `forward` (the way of
-one request, and what happens if its replica dies), then `app`, which puts them together.
+one request, and what happens if its replica dies), then `prefill` (prompts that another replica
+computes), then `app`, which puts them together.
 """

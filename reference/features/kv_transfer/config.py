@@ -1,5 +1,5 @@
-"""kv_transfer_config and a request's kv_transfer_params, in vLLM's shape: read, checked, and refused
-in one line.
+"""kv_transfer_config and a request's kv_transfer_params, in vLLM's shape: read, checked, refused in
+one line.
 
 Source: vLLM, vllm/config/kv_transfer.py; what a proxy sends and gets back:
 tests/v1/kv_connector/nixl_integration/toy_proxy_server.py and NixlConnector's request_finished.
