@@ -371,6 +371,7 @@ PLACES = {
         (dict(kv_connector=KINDS[0]), "kv_transfer_config.kv_role: got None; accepted: kv_prod"),
         (config(KINDS[0], "kv_producer", kv_rol=1), "got 'kv_rol'; accepted: the keys"),
         (config(KINDS[0], "kv_producer", kv_port=70000), "kv_port: got 70000"),
+        (config(KINDS[0], "kv_consumer", kv_ip="0.0.0.0"), "a host that the other engines reach"),
         (config(KINDS[0], "kv_producer", kv_load_failure_policy="fail"), "accepted: recompute"),
         (config(KINDS[0], "kv_producer", kv_connector_extra_config={"x": 1}), "timeout_s"),
         ("[1]", "kv_transfer_config: got '[1]'"),

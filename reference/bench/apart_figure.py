@@ -52,8 +52,8 @@ def draw_apart(record: dict) -> ClassFigure:
     rate = record["entries"][0]["rates"][-1]["rate"]
     share = number(itl["apart"] / itl["mixed"]) if itl["mixed"] else "?"
     fig, axes = frame(
-        f"At {rate:g} requests/s the 99th percentile between tokens is {share} of mixed serving's "
-        "with prefill and decode apart",
+        f"At {rate:g} requests/s, with prefill and decode apart, the 99th percentile between "
+        f"tokens is {share} of mixed serving's",
         caption(
             record["fingerprint"],
             model=record["model"],

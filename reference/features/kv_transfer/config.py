@@ -1,5 +1,5 @@
-"""kv_transfer_config and a request's kv_transfer_params, in vLLM's shape: read, checked, and refused
-in one line.
+"""kv_transfer_config and a request's kv_transfer_params, in vLLM's shape: read, checked, refused in
+one line.
 
 Source: vLLM, vllm/config/kv_transfer.py; what a proxy sends and gets back:
 tests/v1/kv_connector/nixl_integration/toy_proxy_server.py and NixlConnector's request_finished.
@@ -67,7 +67,8 @@ class KVTransferConfig:
         accepted = "None or 0 to 2**31, and without effect, because no group has ranks here"
         self._require("kv_rank", self.kv_rank is None or is_whole(self.kv_rank, 0), accepted)
         self._require("kv_parallel_size", self.kv_parallel_size == 1, "1, because engines come")
-        self._require("kv_ip", isinstance(self.kv_ip, str) and self.kv_ip != "", "a host")
+        is_host = isinstance(self.kv_ip, str) and self.kv_ip not in ("", "0.0.0.0", "::")
+        self._require("kv_ip", is_host, "a host that the other engines reach")
         self._require("kv_port", is_whole(self.kv_port, 0, 65535), "0 to 65535")
         is_ours = self.kv_connector_module_path is None
         self._require("kv_connector_module_path", is_ours, "None, because no foreign code is run")
