@@ -5,6 +5,6 @@
 Requests that begin alike go to the same replica, because its prefix cache holds what they share.
 With `--policy kv` the replicas tell what they hold. Read `policies` (who gets a request), then
 `replicas` (who can get one), then `forward` (the way of one request, and what happens if its
-replica dies), then `app`, which puts them together; `blocks` (who holds what) and `cache_aware` (who
-gets a request then) for the policy kv; `prefill` for prompts that another replica computes.
+replica dies), then `app`, which puts them together; for the policy kv `blocks` (who holds what) and
+`cache_aware` (who gets a request then); `prefill` for prompts that another replica computes.
 """
