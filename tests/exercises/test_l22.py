@@ -386,10 +386,13 @@ class Stage:
         raise AssertionError(f"{what}: nothing comes any more")
 
     async def until(self, holds: Callable[[], object], what: str):
-        """Wait some rounds of the event loop for it."""
+        """Wait some rounds of the event loop for it, and raise what a task raises meanwhile."""
         for _ in range(TICKS):
             if holds():
                 return
+            for task in self.tasks:
+                if task.done() and not task.cancelled() and (error := task.exception()):
+                    raise error
             await pause(0)
         raise AssertionError(f"{what}: nothing comes any more")
 
