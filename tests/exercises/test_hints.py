@@ -74,6 +74,7 @@ def test_probabilities_and_masks(got, want, said):
         (9, 8, "one more"),
         (0, 8, "yours is 0"),
         (3, 0, "0 is expected"),
+        (1, 0, "0 is expected"),
         (-8.5, 8.5, "the other sign"),
         (1.048576, 1.0, "MB and MiB"),
         (12.5, 100.0, "bits and bytes"),
@@ -85,6 +86,9 @@ def test_probabilities_and_masks(got, want, said):
         ([1, 2], [1, 2, 3], "ends too early: 2 of 3"),
         ([1, 2, 3], [1, 2], "goes on after the 2"),
         ([], [1, 2], "empty"),
+        (["a"], [], "nothing is expected"),
+        (([1, 2, 5], 1), ([1, 2, 4], 1), "only entry 0 is wrong"),
+        (([1.5, 99.5], 1.0), ([1.5, 100.0], 1.0), "only entry 0 is wrong: yours is nearly right"),
         ([2, 1], [1, 2], "another order: reversed"),
         ([3, 4, 9], [2, 3, 8], "each entry is 1 too large"),
         ([1, 9, 3], [1, 2, 3], "only entry 1 is wrong"),
@@ -103,6 +107,8 @@ def test_a_factor_is_one_of_the_numbers_given():
     assert "1/8 of (the root of q.shape[1]?)" in hint(GRID / 8, GRID, **{"q.shape[1]": 64})
     assert "1000 too large: prompt?" in hint(1041, 41, prompt=1000)
     assert "5 times the expected value" in hint(200.0, 40.0, seconds=5, slo=5)  # which of them?
+    assert "root" not in hint(96, 192, count=4)  # 2 is everywhere
+    assert "layers" not in hint(4.768, 1.768, layers=3)  # a difference says something of counts
 
 
 @pytest.mark.parametrize("got, want", [(GRID.sin(), GRID.cos()), ([5, 9], [7, 2])])
@@ -142,6 +148,7 @@ def outcome(tmp_path, body, checks=None):
         ("return x @ x", "summed over has to be equal"),
         ("return x[3]", "3 entries have the indices 0 to 3 - 1"),
         ("return x[:, 0, 0]", "the tensor has 2 dimensions"),
+        ("return x[:0][0]", "something is empty there"),
         ("return x[-4]", "3 entries have the indices 0 to 3 - 1"),
         ("return [1][window]", "the list is shorter"),
         ("return {}[window]", "2 is not in the dictionary"),

@@ -385,6 +385,17 @@ class Stage:
                 return task.result()
         raise AssertionError(f"{what}: nothing comes any more")
 
+    async def until(self, holds: Callable[[], object], what: str):
+        """Wait some rounds of the event loop for it, and raise what a task raises meanwhile."""
+        for _ in range(TICKS):
+            if holds():
+                return
+            for task in self.tasks:
+                if task.done() and not task.cancelled() and (error := task.exception()):
+                    raise error
+            await pause(0)
+        raise AssertionError(f"{what}: nothing comes any more")
+
     async def read(self, request_id) -> list[int | str]:
         """All answers of a request as a quick reader sees them, and what the exception said, if the
         engine's ended them; the name of any other.
@@ -482,8 +493,7 @@ async def cancelled_at_once(stage):
     """Before the first answer."""
     one = stage({"a": 50, "b": 4})
     task = one.start(one.read("a"))
-    while not one.engine.running:
-        await one.within(pause(0), "a round of the event loop")
+    await one.until(lambda: one.engine.running, "the first request")
     task.cancel()
     await one.within(asyncio.gather(task, return_exceptions=True), "a reader who is cancelled")
     assert_equal(sorted(one.engine.running), [], label="what the engine runs when the reader left")
@@ -510,8 +520,7 @@ async def cancelled_in_the_last_step_of_another(stage):
     one = stage({"a": 50, "b": 4})
     task = one.start(one.read("a"))
     other = one.start(one.read("b"))
-    while len(one.engine.running.get("b", ())) < 3:
-        await one.within(pause(0), "a round of the event loop")
+    await one.until(lambda: len(one.engine.running.get("b", ())) == 3, "the third word")
     for _ in range(4):  # a step takes eight rounds
         await pause(0)
     task.cancel()
@@ -599,8 +608,7 @@ async def drains_idle(stage):
 async def drains_and_dies(stage):
     one = stage({"a": 9}, fails_at=4)
     reader = one.start(one.read("a"))
-    while not one.engine.running:
-        await one.within(pause(0), "a round of the event loop")
+    await one.until(lambda: one.engine.running, "the first request")
     await one.within(one.loop.drain(), "a drain during which the engine dies")
     got = await one.within(reader, "who was there before")
     assert_equal(got, [1, 2, 3, "step 4 failed"], label="what the reader got")

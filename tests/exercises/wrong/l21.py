@@ -84,6 +84,11 @@ answers.slips(
     merged_models_are_larger: A merged model is as large as the base: B A is added to its matrices.
     - memory_bytes // base_bytes
     + 1 + (memory_bytes - base_bytes) // (base_bytes + adapter_bytes)
+
+    those_that_fit_are_read: A step reads each adapter of its batch once, also one that has to be
+        loaded for it.
+    - num_adapters * adapter_bytes
+    + min(num_adapters, fit) * adapter_bytes
     """,
 )
 
