@@ -2,7 +2,6 @@
 are caught.
 """
 
-import json
 import random
 import re
 
@@ -14,11 +13,10 @@ from lessons.l10_flash_decoding.splits import work_items
 from lessons.l12_paged_kv.kernels.hopper import gluon_mla, launch, tiles
 from lessons.l12_paged_kv.kernels.hopper.gluon_mla import paged_mla_hopper_kernel
 from lessons.l12_paged_kv.kernels.hopper.launch import paged_mla_hopper
-from lessons.l12_paged_kv.lab import latent_times, specs
+from lessons.l12_paged_kv.lab import specs
 from lessons.l12_paged_kv.lab.testing import DEVICE, decoded, paged
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.kernels.kernel_hash import kernel_hash
 from lessons.toolbox.measure.device import machine_chip
 from lessons.toolbox.proof.numerics import NotEquivalent, floor_for, prove
 
@@ -139,15 +137,15 @@ def test_probes_with_known_answers(seed, compiled_on_cpu):
 def test_what_it_does_not_do_is_refused():
     given = [x.cpu() for x in inputs_of([70], 0)]
     q, rows, table, lens = given
-    run = fast(num_splits=1)
+    run, few = fast(num_splits=1), torch.zeros(1, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"q, kv_lora_rank: got torch.float32"):
         run(q.float(), rows.float(), table, lens)
     with pytest.raises(ValueError, match="latents: got blocks of 24 tokens"):
-        run(q, rows[:, :24], table.expand(1, 9).clamp(max=0), lens)
+        run(q, rows[:, :24], few, lens)
     with pytest.raises(ValueError, match="q: got strides"):
-        run(torch.cat([q, q], 1)[:, ::2], rows, table, lens)
+        run(torch.cat([q, q], 1)[:, :16], rows, table, lens)
     with pytest.raises(ValueError, match="latents: got strides"):
-        run(q, rows[:, :32], table.expand(1, 9).clamp(max=0), lens)
+        run(q, rows[:, :32], few, lens)
     with pytest.raises(ValueError, match="split_size: got 65"):
         fast(split_size=65)(*given)
     with pytest.raises(ValueError, match="accepted: one of the two"):
@@ -159,6 +157,10 @@ def test_what_it_does_not_do_is_refused():
 LEFT_WAIT = """    acc = warpgroup_mma_wait(0, deps=(adding,))
     release(v, a)
     m_b = hear"""
+PHASE = "    zero, phase = hidden_zero(), "
+LEFT = """
+    a, b = 2 * pair + zero, 2 * pair + 1 + zero
+    start = begin + a"""
 SCORES_WAIT = "    scores = warpgroup_mma_wait(0, deps=(adding,))\n"
 RACE = r"race in shared memory|deadlock|more arrivals|is read while"
 WAITS = r"deadlock in program .* at the mbarrier of "
@@ -205,7 +207,6 @@ BUGS = {
     ),
     "l is not rescaled by the other's maximum": ("m_b, l_i * beta, acc", "m_b, l_i, acc", ""),
     "l of both sides is scaled by one": ("l_i * alpha * beta + gl", "l_i * beta + gl", ""),
-    "each side keeps its own maximum": ("gl.maximum(m_a, gl.max(scores, 1))", "gl.max(scores, 1)", ""),
     "only its own tiles in the sum": ("    l_i += hear(sums, 1 - SIDE, 0, ROW)\n", "", ""),
     "the log-sum-exp in base 2": (" * 0.6931471805599453", "", ""),
     "scores used before their wait": (
@@ -237,7 +238,7 @@ BUGS = {
         "",
         "",
     ),
-    "the phase of the exchange never turns": ("zero, phase = hidden_zero(), pair & 1\n    a, b = 2 * pair + zero, 2 * pair + 1 + zero\n    start = begin + a", "zero, phase = hidden_zero(), 0\n    a, b = 2 * pair + zero, 2 * pair + 1 + zero\n    start = begin + a", ""),
+    "the phase of the exchange never turns": (f"{PHASE}pair & 1{LEFT}", f"{PHASE}0{LEFT}", ""),
     "no wait for a free buffer": ("    mbarrier.wait(free.index(stage), phase ^ 1)\n", "", RACE),
     "half of the bytes expected": (
         "PIECES * desc.block_type.nbytes)",
@@ -273,17 +274,6 @@ def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu, monkeypat
 
 
 # ---------------------------------------------------------------- the compiler
-
-
-def test_the_predicted_times_are_of_these_kernels():
-    """What the record says follows from its own numbers, and its kernels are today's."""
-    record = json.loads(latent_times.RECORD.read_text(encoding="utf-8"))
-    for name, (_, kernel, contexts) in latent_times.KERNELS.items():
-        found = record["kernels"][name]
-        assert found["hash"] == kernel_hash(kernel), f"{name}: predict it anew"
-        at = {context: found["at"][str(context)] for context in contexts}
-        said = latent_times.continued(at)
-        assert said == {key: found[key] for key in said}
 
 
 @pytest.mark.compiler

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lessons.l12_paged_kv.lab import pictures, profile, ragged
+from lessons.l12_paged_kv.lab import latent_times, pictures, profile, ragged
 from lessons.l12_paged_kv.lab.pictures import counted_share
 from lessons.l12_paged_kv.lab.testing import paged
 from lessons.l12_paged_kv.lab.walk import draw_walk, loads_of_programs
@@ -22,6 +22,7 @@ from lessons.l12_paged_kv.lab.workload import (
 )
 from lessons.l12_paged_kv.more.waste import expected_empty_share, more_requests
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
+from lessons.toolbox.kernels.kernel_hash import kernel_hash
 from lessons.toolbox.measure.device import interpreting
 from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.measure.passes import passes_of, total_bytes
@@ -173,3 +174,14 @@ def test_each_program_loads_its_own_rows_once():
         assert {tuple(x) for x in loads.nonzero().tolist()} == rows and loads.max() == 1
     figure = draw_walk([10, 7, 13])
     assert not texts_outside(figure) and not overlapping_texts(figure)
+
+
+def test_the_predicted_times_are_of_these_kernels():
+    """What the record says follows from its own numbers, and its kernels are today's."""
+    record = json.loads(latent_times.RECORD.read_text(encoding="utf-8"))
+    for name, (_, kernel, contexts) in latent_times.KERNELS.items():
+        found = record["kernels"][name]
+        assert found["hash"] == kernel_hash(kernel), f"{name}: predict it anew"
+        at = {context: found["at"][str(context)] for context in contexts}
+        said = latent_times.continued(at)
+        assert said == {key: found[key] for key in said}

@@ -60,7 +60,7 @@ def hidden_zero():
 
 @gluon.jit
 def scores_of(rings, i, zero, start, end, scale_log2e, SCORES: gl.constexpr):
-    """Scaled scores of tile i, [BLOCK_H, BLOCK_N], whose keys begin at `start`: all of K is read."""
+    """Scaled scores of tile i, [BLOCK_H, BLOCK_N], whose keys begin at `start`."""
     q, q_pe, left, right, pe = rings
     BLOCK_H: gl.constexpr = q[0].shape[1]
     BLOCK_N: gl.constexpr = left[0].shape[1]
@@ -116,8 +116,8 @@ def step_left(rings, exchange, pair, keys, scale_log2e, state, SCORES: gl.conste
 
 @gluon.jit
 def step_right(rings, exchange, pair, keys, scale_log2e, state, SCORES: gl.constexpr):
-    """Warpgroup 1 and a pair of tiles: the scores of the second, `b`, after the product of the first,
-    so that the buffers of `a` are filled again while `b` is used.
+    """Warpgroup 1 and a pair of tiles: the scores of the second, `b`, after the product of `a`, so
+    that the buffers of `a` are filled again while `b` is used.
     """
     _q, _q_pe, _left, v, pe = rings
     maxima, flags = exchange
@@ -162,7 +162,7 @@ def compute_half(
     SCORES: gl.constexpr,
     OUT: gl.constexpr,
 ):
-    """The left (SIDE 0) or right half of the output's columns, and the scores of every other tile."""
+    """The left (SIDE 0) or right half of the output's columns, and every other tile's scores."""
     rings, exchange, sums, results = shared
     q, q_pe, left, _right, _pe = rings
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)

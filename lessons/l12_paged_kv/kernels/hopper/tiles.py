@@ -122,7 +122,7 @@ def rows_of(
 
 @gluon.jit
 def load_latents(descs, rings, pages, keys, query, PAGE_SIZE: gl.constexpr):
-    """The queries once, then tiles of latents as buffers become free. query: the row of the first."""
+    """The queries once, then tiles of latents as buffers become free. query: the first row."""
     q_desc, q_pe_desc, kv_desc, pe_desc = descs
     q, q_pe, left, right, pe = rings
     table_ptr, num_rows = pages
