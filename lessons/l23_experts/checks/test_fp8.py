@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import silu
 
 from lessons.l18_weight_quantization.naive import to_float8
-from lessons.l18_weight_quantization.weights import TILE
 from lessons.l23_experts import optimized
-from lessons.l23_experts.lab.fp8_cases import problem
+from lessons.l23_experts.lab.fp8_cases import decoded, problem
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, random_routes, routes
 from lessons.l23_experts.more import fp8, naive_fp8
 from lessons.l23_experts.more.fp8 import (
@@ -63,12 +62,6 @@ def stages(inputs, monkeypatch, tiles=SMALL):
     return kept, y
 
 
-def wide(values, scales, dtype):
-    """What codes mean: [M, K]."""
-    spread = scales.to(dtype).repeat_interleave(TILE, 1)[:, : values.shape[1]]
-    return values.to(dtype) * spread
-
-
 def by_pair(x, chosen, stack, rows, tiles, top_k, dtype):
     """x[pair // top_k] · Wᵀ of each pair's expert, rows and tiles slices of its matrix."""
     out = []
@@ -98,13 +91,13 @@ def prove_stages(inputs, monkeypatch, tiles=SMALL):
     half = len(gate_up.scales[0]) // 2
 
     def h_in(dtype):
-        row = wide(*kept[0][1:], dtype)
+        row = decoded(*kept[0][1:], dtype)
         gate = by_pair(row, chosen, gate_up, slice(inner), slice(half), top_k, dtype)
         last = slice(inner, None), slice(half, None)
         return silu(gate) * by_pair(row, chosen, gate_up, *last, top_k, dtype)
 
     def y_in(dtype):
-        row = wide(*kept[1][1:], dtype)
+        row = decoded(*kept[1][1:], dtype)
         return by_pair(row, chosen, down, slice(None), slice(None), 1, dtype)
 
     errors = assert_close_to_oracle(h, h_in(h.dtype), h_in(torch.float64))
@@ -197,6 +190,7 @@ def test_experts_of_other_ranks_add_nothing(seed):
 def test_a_token_has_the_same_bits_in_any_company(seed):
     x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
     together = small(x, weights, chosen, *stacks)
+    assert small(x[:0], weights[:0], chosen[:0], *stacks).shape == (0, 200)
     for token in range(len(x)):
         own = slice(token, token + 1)
         assert_same_bits(together[own], small(x[own], weights[own], chosen[own], *stacks))
@@ -206,11 +200,6 @@ def test_nothing_is_written_beside_the_results(seed):
     with guarded_empty() as checks:
         out = small(*problem(routes(UNEVEN), 4, seed=seed))
     assert len(checks) == 9 and out.isfinite().all()
-
-
-def test_no_tokens(seed):
-    x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
-    assert small(x[:0], weights[:0], chosen[:0], *stacks).shape == (0, 200)
 
 
 def test_a_stack_is_the_matrices_of_its_experts(seed):
@@ -258,7 +247,8 @@ BUGS = {
     "the first group's scale of a token": ("tl.load(x_scale + step", "tl.load(x_scale + 0 * step"),
     "the first group's scale of h": ("tl.load(h_scale + step", "tl.load(h_scale + 0 * step"),
     "the pair's scale of x, not its token's": (
-        "x_scales_ptr + pair // TOP_K * steps", "x_scales_ptr + pair % (num_pairs // TOP_K) * steps",
+        "x_scales_ptr + pair // TOP_K * steps",
+        "x_scales_ptr + pair % (num_pairs // TOP_K) * steps",
     ),
     "the pair's row of x, not its token's": (
         "x_ptr + pair // TOP_K * size", "x_ptr + pair % (num_pairs // TOP_K) * size",

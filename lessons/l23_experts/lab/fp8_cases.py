@@ -27,3 +27,9 @@ def problem(given, num_experts, size=200, inner=144, dtype=torch.bfloat16, seed=
         for each in stacks:
             each.scales[expert] = float("nan")
     return x, weights, chosen, *stacks
+
+
+def decoded(values, scales, dtype):
+    """What codes mean: [M, K]."""
+    spread = scales.to(dtype).repeat_interleave(TILE, 1)[:, : values.shape[1]]
+    return values.to(dtype) * spread
