@@ -1,4 +1,4 @@
-"""gpt-oss' experts on a GPU: their codes are multiplied in three launches, with the results of the
+"""Quantized experts on a GPU: their codes are multiplied in a few launches, with the results of the
 loop over dequantized matrices.
 """
 
@@ -7,16 +7,24 @@ import lessons  # isort: skip  # noqa: F401 (before transformers, which imports 
 import pytest
 import torch
 
+from lessons.l06_mla.deepseek import load_decoder
 from lessons.l06_mla.gpt_oss import StackedMoE
+from lessons.l06_mla.moe import MoE
 from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l18_weight_quantization.linear import quantized
+from lessons.l18_weight_quantization.naive import to_float8
 from lessons.l18_weight_quantization.weights import Mxfp4Weight
 from lessons.l23_experts.lab.moe_cases import DEVICE
+from lessons.l23_experts.more import naive_fp8
+from lessons.l23_experts.more.fp8 import GroupedFp8
 from lessons.l23_experts.more.mxfp4 import GroupedMxfp4
 from lessons.toolbox.proof.numerics import assert_close_to_oracle
 from reference.checkpoints.quantized_checkpoint import load_quantized
 from reference.checkpoints.quantized_experts import QuantizedExperts
+from reference.checkpoints.write_checkpoint import save_quantized
 from reference.engine import model as engine_model
-from reference.weights.experts import with_grouped_codes
+from reference.weights.experts import with_grouped_codes, with_grouped_fp8
+from reference.weights.quantization import with_dense_latents
 from tests.test_deepseek import random_model
 from tests.test_quantized_checkpoints import CONFIGS, logits_of, publish_gpt_oss
 
@@ -81,10 +89,11 @@ def waits(part):
     return getattr(part, "waits_for_values", False)
 
 
-def test_who_gets_them(published):
+def test_who_gets_them(published, monkeypatch):
     """A GPU's model in bfloat16, whose layers then wait for no value; a CPU's and other types are
     as they were.
     """
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     eager = loaded(published)
     assert engine_model.finished(eager, torch.device("cpu")) is eager
     twin = engine_model.finished(eager, torch.device("cuda"))
@@ -93,3 +102,44 @@ def test_who_gets_them(published):
     assert not any(waits(part) for part in twin.modules())
     half = loaded(published, torch.float16)
     assert with_grouped_codes(half) is half
+
+
+# ---------------------------------------------------------------- DeepSeek's FP8
+
+
+def in_fp8(folder, quantized_to, dtype=torch.bfloat16):
+    """A random DeepSeek-V3 whose experts are stored in FP8 with a scale for each 128 x 128."""
+    if not (quantized_to / "config.json").exists():
+        torch.manual_seed(0)
+        random_model(CONFIGS["deepseek_v3"]).save_pretrained(folder)
+        plain = load_decoder(folder)
+        rounded = quantized(plain, lambda name, linear: to_float8(linear.weight, per="block"), None)
+        save_quantized(with_dense_latents(rounded, plain), folder, quantized_to, "fp8")
+    return load_quantized(quantized_to, DEVICE, dtype)
+
+
+@torch.no_grad()
+def test_experts_in_fp8_are_the_loop_over_rounded_rows(tmp_path, seed, monkeypatch):
+    """What the engine runs equals the loop whose rows are rounded, and shares its codes. A
+    checkpoint that does not ask for FP8 inputs, and an A100, keep the loop.
+    """
+    eager = in_fp8(tmp_path / "plain", tmp_path / "fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    twin = engine_model.finished(eager, torch.device("cuda"))
+    (layer,) = layers_of(twin, GroupedFp8)
+    (loop,) = layers_of(eager, MoE)
+    x = torch.randn(23, 64, dtype=torch.bfloat16, device=DEVICE)
+    weights, chosen = loop.gate(x)
+    expected = naive_fp8.experts(x, weights, chosen, layer.gate_up, layer.down)
+    expected += loop.shared_experts(x)
+    assert (layer(x) - expected).float().norm() < 0.03 * expected.float().norm()
+    unrounded = loop(x)  # its codes are views of the stack now
+    assert (unrounded - expected).float().norm() < 0.1 * expected.float().norm()
+    up = loop.experts[2].up_proj.quantized
+    assert up.values.untyped_storage().data_ptr() == layer.gate_up.values.data_ptr()
+    assert not any(waits(part) for part in twin.modules())
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert layers_of(engine_model.finished(eager, torch.device("cuda")), MoE)
+    eager.config.quantization_config["activation_scheme"] = "static"
+    assert with_grouped_fp8(eager) is eager

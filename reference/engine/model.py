@@ -81,10 +81,12 @@ def finished(model: Decoder, device: torch.device) -> Decoder:
     from lessons.l23_experts.grouped import grouped
 
     model = grouped(fused(model))
-    if not model.config.attention_sinks:
+    if model.config.moe is None or model.config.quantization_config is None:
         return model
-    from reference.weights.experts import with_grouped_codes  # here: only gpt-oss has such experts
+    from reference.weights.experts import with_grouped_codes, with_grouped_fp8
 
+    if torch.cuda.get_device_capability(device) >= (8, 9):  # earlier ones have no FP8 products
+        model = with_grouped_fp8(model)
     return with_grouped_codes(model)
 
 

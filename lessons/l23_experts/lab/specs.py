@@ -6,7 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
-from lessons.l23_experts.more import mxfp4, wide
+from lessons.l23_experts.more import fp8, mxfp4, wide
 from lessons.l23_experts.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
@@ -102,6 +102,45 @@ def mxfp4_spec(kernel: str, tiles: mxfp4.Tiles) -> KernelSpec:
     )
 
 
+def fp8_spec(kernel: str, tiles: fp8.Tiles) -> KernelSpec:
+    """more/fp8.py's gate_up or down as its `expert_rows` launches it."""
+    rows, out, block, own = "h", "y_ptr", tiles.down_block_n, {}
+    if kernel == "gate_up":
+        rows, out, block, own = "x", "h_ptr", tiles.block_n, {"TOP_K": 8}
+    return KernelSpec(
+        f"{fp8.__name__}:fp8_{kernel}_kernel",
+        name=f"fp8_{kernel}_m{tiles.block_m}",
+        signature={
+            **dict.fromkeys((f"{rows}_ptr", "weight_ptr"), "*fp8e4nv"),
+            **dict.fromkeys((f"{rows}_scales_ptr", "scales_ptr"), "*fp32"),
+            out: "*bf16",
+            **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_pairs", "inner", "size"), "i32"),
+        },
+        constexprs={"TILE": fp8.TILE, "BLOCK_M": tiles.block_m, "BLOCK_N": block, **own},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=("inner", "size"),
+        chips=(89, 90, 100),
+    )
+
+
+FP8_ROUNDING = KernelSpec(
+    f"{fp8.__name__}:quantize_groups_kernel",
+    name="quantize_groups_bf16",
+    signature={
+        "x_ptr": "*bf16",
+        "values_ptr": "*fp8e4nv",
+        "scales_ptr": "*fp32",
+        "size": "i32",
+        "stride_x": "i32",
+    },
+    constexprs={"LARGEST": fp8.LARGEST, "GROUP": fp8.TILE, "GROUPS": fp8.GROUPS},
+    divisible_by_16=("size", "stride_x"),
+    chips=(89, 90, 100),
+)
+
+
 def align_spec(num_experts: int, block_m: int = 64) -> KernelSpec:
     """align_kernel as `align` launches it."""
     return KernelSpec(
@@ -171,6 +210,8 @@ KERNELS = [
         for kernel in ("gate_up", "down")
         for tiles in mxfp4.TILES.values()
     ),
+    *(fp8_spec(kernel, tiles) for kernel in ("gate_up", "down") for tiles in fp8.TILES.values()),
+    FP8_ROUNDING,
     *(align_spec(num_experts) for num_experts in (8, 64, 256)),
     align_spec(8, wide.PARTS * wide.TILES.part),
     sum_spec("bf16", WITH_MATRIX_UNITS),
