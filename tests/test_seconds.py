@@ -67,7 +67,7 @@ def test_the_record_names_tests_that_are_there():
 
 
 def test_most_files_were_measured():
-    """What was not counts as the mean of all, so too many of them make a run longer than it says."""
+    """What was not counts as the mean of all others, so a run might take longer than it says."""
     files = [path for top in ("tests", "lessons") for path in (ROOT / top).rglob("test_*.py")]
     unknown = [str(path.relative_to(ROOT)) for path in files]
     unknown = [file for file in unknown if file not in RECORD.record]
