@@ -46,7 +46,7 @@ demo: setup ## climb the ladder: the same prompts through every rung, the same t
 serve: setup ## the OpenAI-compatible server on MODEL (SERVE="--port 8080 --api-key secret": vllm serve's flags; IMPL=exercises: on your code)
 	@$(RUN) -m reference.server --model $(MODEL) $(SERVE) $(if $(IMPL),--impl $(IMPL))
 
-test: setup ## what the course claims, tested in 7 minutes on two cores: of the longest tests what fits (TESTS=path for a part, SINCE=main for what changed)
+test: setup ## what the course claims, tested; of the longest tests what fits into its time (TESTS=path for a part, SINCE=main for what changed)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal --timeout 600 --quick $(if $(SINCE),--since $(SINCE)) $(TESTS)
 
 test-all: setup ## the same in the long forms: every case, more seeds, every kernel compiled again

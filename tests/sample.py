@@ -55,13 +55,14 @@ def pytest_report_header(config):
 @pytest.hookimpl(trylast=True)  # what else is deselected (-k, --since) costs nothing
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--quick") and not config.getoption("--all"):
-        run, seconds = str(seed_of("sample")), Seconds.read()
+        run = str(seed_of("sample"))
         stay = counted(items, run)
+        costs_s = Seconds.read().of(item.nodeid for item in stay)
         if not config.getoption("--record-seconds"):
-            stay = within(stay, run, seconds)
+            stay = within(stay, run, costs_s)
         config.hook.pytest_deselected(items=list(set(items) - set(stay)))
         # the longest first, so that no process is left with one at the end
-        items[:] = sorted(stay, key=lambda item: seconds.of(item.nodeid) < LONG_S)
+        items[:] = sorted(stay, key=lambda item: costs_s[item.nodeid] < LONG_S)
 
 
 def counted(items: list, run: str) -> list:
@@ -87,30 +88,33 @@ def counted(items: list, run: str) -> list:
     return [item for item in items if item not in left]
 
 
-def within(items: list, run: str, seconds: Seconds, budget_s: float = BUDGET_S) -> list:
-    """The cases that run, in the order of `items`: those that must, and from the line what fits."""
-    must, line = in_line(items, run, seconds)
-    stay, left_s = set(must), budget_s - sum(seconds.of(item.nodeid) for item in must)
+def within(items: list, run: str, costs_s: dict[str, float], budget_s: float = BUDGET_S) -> list:
+    """The cases that run, in the order of `items`: those that must, and from the line what fits.
+
+    costs_s: {the name of a case: its seconds}
+    """
+    must, line = in_line(items, run, costs_s)
+    stay, left_s = set(must), budget_s - sum(costs_s[item.nodeid] for item in must)
     for item in line:
-        cost_s = seconds.of(item.nodeid)
+        cost_s = costs_s[item.nodeid]
         if cost_s <= left_s:
             stay.add(item)
             left_s -= cost_s
     return [item for item in items if item in stay]
 
 
-def in_line(items: list, run: str, seconds: Seconds) -> tuple[list, list]:
+def in_line(items: list, run: str, costs_s: dict[str, float]) -> tuple[list, list]:
     """Those that must run, and the others in the order in which they are asked whether they fit."""
     draw = random.Random(f"{run} line")
     cases, place = Counter(), {}
     for item in draw.sample(items, len(items)):
         test = item.nodeid.partition("[")[0]
         cases[test] += 1
-        place[item] = draw.expovariate(1) * seconds.of(item.nodeid) * cases[test]
+        place[item] = draw.expovariate(1) * costs_s[item.nodeid] * cases[test]
     must, line, firsts = [], [], set()
     for item in sorted(items, key=place.get):
         first = FIRST.match(item.nodeid)
-        if seconds.of(item.nodeid) < CHEAP_S:
+        if costs_s[item.nodeid] < CHEAP_S:
             must.append(item)
         elif first and first[first.lastindex] not in firsts:
             firsts.add(first[first.lastindex])

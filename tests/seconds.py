@@ -12,13 +12,14 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
 LEAST_S = 0.1  # a test with cheaper cases has no line of its own
-OTHERS, ALL = "others", "all"  # a file's mean over cases of tests that have none, and over all
+OTHERS = "others"  # a file's mean over the cases of tests that have none
 PREPARING, ALL_ELSE = "seconds of preparing", "seconds of all else"
 
 
@@ -27,19 +28,23 @@ class Seconds:
 
     def __init__(self, record: dict[str, dict[str, float]]):
         self.record = record
-        self.unknown_s = mean([tests[ALL] for tests in record.values()] or [0.0])
 
     @classmethod
     def read(cls) -> "Seconds":
         return cls(json.loads(FILE.read_text("utf-8")))
 
-    def of(self, nodeid: str) -> float:
-        """Of a case. A test without a line counts as the others of its file, and those of a file
-        that was never measured as the mean of the files.
+    def of(self, nodeids: Iterable[str]) -> dict[str, float]:
+        """Of each case. A test without a line counts as the others of its file, and those of a file
+        that was never measured as the mean of all other cases.
         """
-        file, test = parts(nodeid)
-        tests = self.record.get(file, {})
-        return tests.get(test, tests.get(OTHERS, self.unknown_s))
+        known, unknown = {}, []
+        for nodeid in nodeids:
+            file, test = parts(nodeid)
+            if file in self.record:
+                known[nodeid] = self.record[file].get(test, self.record[file][OTHERS])
+            else:
+                unknown.append(nodeid)
+        return known | dict.fromkeys(unknown, mean([*known.values()] or [0.0]))
 
 
 def parts(nodeid: str) -> tuple[str, str]:
@@ -65,9 +70,8 @@ def record_of(spent: dict[str, tuple[float, float]], old: dict) -> dict[str, dic
         cheap = [s for test, seconds in tests.items() if means[test] < LEAST_S for s in seconds]
         lines = {test: s for test, s in old.get(file, {}).items() if test not in tests}
         lines |= {test: round(s, 2) for test, s in means.items() if s >= LEAST_S}
-        lines[ALL] = round(share_s + mean([s for of_test in tests.values() for s in of_test]), 3)
         if cheap or OTHERS not in lines:
-            lines[OTHERS] = round(share_s + mean(cheap), 3) if cheap else lines[ALL]
+            lines[OTHERS] = round(share_s + mean(cheap) if cheap else mean([*means.values()]), 3)
         record[file] = lines
     return record
 
