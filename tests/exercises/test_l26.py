@@ -298,6 +298,12 @@ INDEX_CASES = {  # name: (quotas, history, why)
         + [("match", ["a", "b", "c"]), ("store", "d"), ("match", ["a", "b", "c"])],
         "a prefix loses its end before its beginning",
     ),
+    "whole_prefix": (
+        (4, 0),
+        [("store", name) for name in "cxab"]
+        + [("match", ["a", "b", "c"]), ("store", "d"), ("match", ["c"])],
+        "each block of a prefix is used, not its first two alone",
+    ),
     "first_missing": (
         (3, 0),
         [("store", "b"), ("store", "c"), ("match", ["a", "b", "c"]), ("match", ["b", "a", "c"])],
@@ -349,7 +355,7 @@ def test_random_histories(impl, seed):
             several = draws.choices("abcdef", k=1 if action != "match" else draws.randint(1, 4))
             named = list(dict.fromkeys(several))  # blocks of one prompt have different names
             history.append((action, named if action == "match" else named[0]))
-        compare_history(impl, (draws.randint(0, 3), draws.randint(0, 3)), history)
+        compare_history(impl, (draws.randint(0, 5), draws.randint(0, 3)), history)
 
 
 # ---------------------------------------------------------------- 26.4 the log
