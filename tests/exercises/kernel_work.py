@@ -132,14 +132,8 @@ class Watch:
         """
         return None if has_gpu() else self._touched(x, *kinds)
 
-    def assert_loaded(
-        self,
-        x: Tensor,
-        name: str,
-        once: bool,
-        because: str = "threads pass on what they hold, and lanes without work are masked",
-    ) -> None:
-        """Kernels loaded something of x: [...]; `once`: each element, and once, because …"""
+    def assert_loaded(self, x: Tensor, name: str, once: bool) -> None:
+        """Kernels loaded something of x: [...]; `once`: each element, and once."""
         if has_gpu():
             return
         counts = self._touched(x, "load", "atomic")
@@ -148,7 +142,7 @@ class Watch:
         )
         assert not once or bool((counts == 1).all()), (
             f"your kernel loads elements of `{name}` {int(counts.max())} times; once is enough: "
-            f"{because}"
+            "threads pass on what they hold, and lanes without work are masked"
         )
 
     def _touched(self, x: Tensor, *kinds: str) -> Tensor:

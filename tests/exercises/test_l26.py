@@ -442,6 +442,10 @@ LOG_CASES = {  # name: (events, why)
         [("take", 0), ("free", 0), ("save", 0), ("done", 0)],
         "the next request may write into it",
     ),
+    "two_blocks": (
+        [("take", 0), ("take", 1), ("save", 0), ("load", 1), ("done", 0), ("step", [1], [])],
+        "the copy of one block is done, and that of the other is not",
+    ),
     "saved_twice": (
         [("take", 0), ("save", 0), ("save", 0), ("done", 0)],
         "a copy of it is under way",
