@@ -140,7 +140,8 @@ class Watch:
         assert counts.any(), (
             f"no kernel loads anything of `{name}`. The kernel has to read its inputs itself"
         )
-        assert not once or bool((counts == 1).all()), (
+        # Compiled, a block of fewer values than threads is loaded by several threads at once.
+        assert not once or not interpreting() or bool((counts == 1).all()), (
             f"your kernel loads elements of `{name}` {int(counts.max())} times; once is enough: "
             "threads pass on what they hold, and lanes without work are masked"
         )
