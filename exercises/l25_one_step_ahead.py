@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=25
-# Generated from solutions/l25_one_step_ahead.py, checksum 23c48b2f84f7. Generating again never overwrites your edits.
+# Generated from solutions/l25_one_step_ahead.py, checksum 56f08c29f766. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 25: two time lines, and a loop that is one step ahead of its device."""
 
@@ -70,7 +70,7 @@ def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int)
 
     Aim: always call `follow` for the next pass before you `read` the running one. No pass runs a
     request beyond its limit, and at most one pass runs it beyond its stop token. No pass is without
-    rows.
+    rows, so without requests there is none.
     Errors: none to raise.
 
     Example: first [5, 6], limits [1, 9], stop 0; the device says 8 for request 0, and 7, 0, 4 for

@@ -79,7 +79,7 @@ def decode_ahead(device: Device, first: list[int], limits: list[int], stop: int)
 
     Aim: always call `follow` for the next pass before you `read` the running one. No pass runs a
     request beyond its limit, and at most one pass runs it beyond its stop token. No pass is without
-    rows.
+    rows, so without requests there is none.
     Errors: none to raise.
 
     Example: first [5, 6], limits [1, 9], stop 0; the device says 8 for request 0, and 7, 0, 4 for

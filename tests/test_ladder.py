@@ -454,7 +454,7 @@ def test_a_missing_model_is_one_line_from_another_folder_too(tmp_path):
 
 
 def test_on_a_learners_code_no_library_is_measured(model_folder, tmp_path, monkeypatch, capsys):
-    """They would take half of the time. What is left out is said."""
+    """They would take a large part of the time. What is left out is said."""
     called = []
     guest = peers.Peer("a library", lambda *given: called.append(given))
     monkeypatch.setattr(climbing, "all_peers", lambda: (guest,))

@@ -19,7 +19,7 @@ from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.model.arguments import is_whole, shown
 
 REPOSITORY = Path(__file__).parents[2]
-# They take as long as all rungs together, and run none of the learner's code.
+# They take a large part of a climb's time, and run none of the learner's code.
 WITHOUT_LIBRARIES = "not run: the libraries, which use none of your parts; without --impl they run"
 
 

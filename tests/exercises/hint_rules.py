@@ -107,7 +107,7 @@ BROKEN_RULES = (
     ),
     (
         r"is a `return` missing|returned NoneType",
-        "None came back: does a path through your function end without `return`?",
+        "None came back: is there a path through your function that ends without `return`?",
     ),
     (
         r"\(\w+, expected NoneType\)",

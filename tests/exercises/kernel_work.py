@@ -132,23 +132,18 @@ class Watch:
         """
         return None if has_gpu() else self._touched(x, *kinds)
 
-    def assert_loaded(
-        self,
-        x: Tensor,
-        name: str,
-        once: bool,
-        because: str = "threads pass on what they hold, and lanes without work are masked",
-    ) -> None:
-        """Kernels loaded something of x: [...]; `once`: each element, and once, because …"""
+    def assert_loaded(self, x: Tensor, name: str, once: bool) -> None:
+        """Kernels loaded something of x: [...]; `once`: each element, and once."""
         if has_gpu():
             return
         counts = self._touched(x, "load", "atomic")
         assert counts.any(), (
             f"no kernel loads anything of `{name}`. The kernel has to read its inputs itself"
         )
-        assert not once or bool((counts == 1).all()), (
+        # Compiled, a block of fewer values than threads is loaded by several threads at once.
+        assert not once or not interpreting() or bool((counts == 1).all()), (
             f"your kernel loads elements of `{name}` {int(counts.max())} times; once is enough: "
-            f"{because}"
+            "threads pass on what they hold, and lanes without work are masked"
         )
 
     def _touched(self, x: Tensor, *kinds: str) -> Tensor:

@@ -118,7 +118,7 @@ def test_rows_example(impl, seed):
     compare(impl, inputs, torch.tensor([[50.0], [20.0]]), atol=1e-4)
 
 
-@check("23.1", seconds=10)
+@check("23.1", seconds=30)
 def test_rows_without_copies(impl, seed):
     inputs, _ = _rows(seed, tokens=6, top_k=2, num_experts=4, size=40, outputs=16)
     because = "read a row of x and an expert where they are stored"

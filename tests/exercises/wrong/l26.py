@@ -268,6 +268,10 @@ answers.slips(
     - for name, tier in reversed(found):
     + for name, tier in found:
 
+    two_are_used: Each block that was found is used, however long the prefix is.
+    - for name, tier in reversed(found):
+    + for name, tier in reversed(found[:2]):
+
     match_promotes: Looking a block up does not move it. Only `load` does.
     - (self.host if tier == "host" else self.disk).move_to_end(name)
     + self.store(name)
