@@ -256,6 +256,6 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
         check_laws(lines, possible(failures), pieces)
 
     with pytest.raises((AssertionError, RuntimeError, KeyError)):
-        check()
         test_one_link_is_shared_by_all_prompts()
         test_apart_by_hand()
+        check()

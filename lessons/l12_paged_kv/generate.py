@@ -4,8 +4,8 @@
 
 A wave takes in as many prompts as there are blocks for. It does not count the answers, because most
 end long before they might. If all blocks are taken, the newest request waits on the host until
-others have ended (more/swap.py). What stays from lesson 11: no new request comes in before the wave has
-ended. Lesson 14 changes that.
+others have ended (more/swap.py). What stays from lesson 11: no new request comes in before the wave
+has ended. Lesson 14 changes that.
 
 Sources: Kwon et al. 2023, PagedAttention, sections 4.3 and 4.5.
 """

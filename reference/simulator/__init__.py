@@ -12,8 +12,8 @@ scheduler and block manager, and only the model is replaced by a formula for the
     served = simulate(trace, deployment, Policy("chunked"), replicas=2)
     gpus_needed(trace, deployment, Policy("chunked"), Slo(ttft_s=0.5, itl_s=0.05)).gpus
 
-Read replica.py, then cluster.py. What is left out: the time of routing, of the network in front of
-the cluster, of communication inside a replica of several GPUs, and of loading a model. So a real
-cluster needs more GPUs than this one, and differences between policies are more certain than
-seconds.
+Read replica.py, then cluster.py; tiers.py and links.py are where K and V wait and travel. What is
+left out: the time of routing, of the network in front of the cluster, of communication inside a
+replica of several GPUs, and of loading a model. So a real cluster needs more GPUs than this one,
+and differences between policies are more certain than seconds.
 """

@@ -25,9 +25,10 @@ class Blocks:
         return found if self.places is None else found | dict(places=self.places.changed())
 
     def look(self) -> None:
-        """Note the copies under way: between steps, because many are shorter than one."""
+        """Note the saves that a step has begun, because many end before the next one begins."""
         if self.places is not None:
-            self.places.look()
+            copies = self.places.look()
+            self.places.begun |= {key for key, copy in copies.items() if copy == SAVING}
 
     def changed_tables(self) -> dict[int, list[int] | None]:
         """The tables that are not as they were; None for one that is gone."""
@@ -63,6 +64,7 @@ class Places:
         self.in_folder: set[Key] = set()
         self.unsure: dict[Key, int] = {}  # how often they were looked for
         self.were: dict[Key, list] = {}
+        self.begun: set[Key] = set()  # being copied when the step before ended
 
     def look(self) -> dict[Key, str]:
         """{key: which copy of it is under way}. Meets new keys."""
@@ -108,7 +110,8 @@ class Places:
 
     def changed(self) -> dict[int, list]:
         """{number: place} of those that are somewhere else than they were."""
-        moving = self.look()
+        moving = dict.fromkeys(self.begun, SAVING) | self.look()
+        self.begun.clear()
         self.check_folder()
         found = {}
         for key, number in self.numbers.items():
