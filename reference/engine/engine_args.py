@@ -16,9 +16,9 @@ from lessons.toolbox.model.arguments import (
     refuse,
     with_other_names,
 )
-from reference.engine.cache_arguments import KVEventsConfig, check_cache
 
 if TYPE_CHECKING:
+    from reference.engine.cache_arguments import KVEventsConfig
     from reference.speculation.speculative_config import SpeculativeConfig
 
 # lesson 19's, named here so that a cache of plain numbers does not import it
@@ -199,6 +199,11 @@ class EngineArgs:
         return 1 if config is None else 1 + config.num_speculative_tokens
 
     @property
+    def tells_blocks(self) -> bool:
+        """Whether a router is told which blocks there are."""
+        return self.kv_events_config is not None and self.kv_events_config.is_told
+
+    @property
     def has_workers(self) -> bool:
         """Whether the model lies in processes of its own."""
         sizes = [getattr(self, name) for name in SIZES]
@@ -220,7 +225,11 @@ class EngineArgs:
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
-        check_cache(self)
+        elsewhere = self.kv_offloading_size, self.kv_offloading_folder, self.kv_events_config
+        if elsewhere != (None, None, None) or self.kv_offloading_folder_size != 16.0:
+            from reference.engine.cache_arguments import check_cache  # here: few ask for these
+
+            check_cache(self)
         method = None if self.speculative_config is None else self.speculative_config.method
         offloads = self.kv_offloading_size is not None
         if not (self.batch_invariant or method or offloads):
