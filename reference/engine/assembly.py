@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
+from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import launching_on
@@ -20,7 +21,6 @@ from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model, load_tokenizer
 from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ORDERS
-from reference.features.kv_events import new_cache
 
 if TYPE_CHECKING:  # each feature is imported where the arguments ask for it
     from lessons.l17_tree_speculation.trees.tree import Tree
@@ -128,11 +128,11 @@ def engine_on(
     if args.kv_offloading_size is not None:
         from reference.features.offload import tiered_blocks
 
-        blocks = tiered_blocks(args, runner, others)
+        blocks = tiered_blocks(args, runner, others, new_cache(args))
     elif args.kv_transfer_config is not None:
         from reference.features.kv_transfer.transfers import transfer_blocks
 
-        blocks = transfer_blocks(args, runner, others)
+        blocks = transfer_blocks(args, runner, others, new_cache(args))
     else:
         blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
@@ -169,6 +169,15 @@ def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
     if not args.enable_prefix_caching:
         return BlockManager(num_blocks, args.block_size)
     return CachingBlockManager(num_blocks, args.block_size, new_cache(args))
+
+
+def new_cache(args: EngineArgs) -> HashBlocks:
+    """The prefix cache, which tells what it has if the arguments ask for it."""
+    if not args.tells_blocks:
+        return HashBlocks(args.block_size)
+    from reference.features.kv_events import told_cache
+
+    return told_cache(args)
 
 
 def new_runner(

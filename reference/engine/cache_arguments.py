@@ -34,10 +34,10 @@ class KVEventsConfig:
             refuse("kv_events_config publisher", self.publisher, accepted)
 
     @classmethod
-    def read(cls, config: KVEventsConfig | dict | None) -> KVEventsConfig:
+    def read(cls, config: KVEventsConfig | dict | None) -> KVEventsConfig | None:
         """From what an engine is given; None: no events. Raises ValueError."""
         if config is None or isinstance(config, cls):
-            return config or cls()
+            return config
         known = [each.name for each in fields(cls)]
         if not isinstance(config, dict):
             refuse("kv_events_config", config, f"a dict of {', '.join(known)}")
@@ -58,7 +58,7 @@ class KVEventsConfig:
 def check_events(args: EngineArgs) -> None:
     """Who hears of the blocks. Raises ValueError."""
     args.kv_events_config = KVEventsConfig.read(args.kv_events_config)
-    if args.kv_events_config.is_told:
+    if args.tells_blocks:
         accepted = "None with enable_prefix_caching=False, because nothing is found again"
         args.require("kv_events_config", args.enable_prefix_caching, accepted)
         accepted = "None where the model is in other processes (…_parallel_size)"

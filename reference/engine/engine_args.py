@@ -16,9 +16,9 @@ from lessons.toolbox.model.arguments import (
     refuse,
     with_other_names,
 )
-from reference.engine.cache_arguments import KVEventsConfig, check_events
 
 if TYPE_CHECKING:
+    from reference.engine.cache_arguments import KVEventsConfig
     from reference.features.kv_transfer.config import KVTransferConfig
     from reference.speculation.speculative_config import SpeculativeConfig
 
@@ -203,6 +203,11 @@ class EngineArgs:
         return 1 if config is None else 1 + config.num_speculative_tokens
 
     @property
+    def tells_blocks(self) -> bool:
+        """Whether a router is told which blocks there are."""
+        return self.kv_events_config is not None and self.kv_events_config.is_told
+
+    @property
     def has_workers(self) -> bool:
         """Whether the model lies in processes of its own."""
         sizes = [getattr(self, name) for name in SIZES]
@@ -224,7 +229,10 @@ class EngineArgs:
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
-        check_events(self)
+        if self.kv_events_config is not None:
+            from reference.engine.cache_arguments import check_events  # here: few ask for these
+
+            check_events(self)
         method = None if self.speculative_config is None else self.speculative_config.method
         stays = (
             self.kv_offloading_size is self.kv_offloading_folder is self.kv_transfer_config is None

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
     from reference.engine.engine_args import EngineArgs
 
 
-def new_cache(args: EngineArgs) -> HashBlocks:
-    """The prefix cache, which tells what it has if the arguments ask for it."""
-    config = args.kv_events_config
-    if not config.is_told:
-        return HashBlocks(args.block_size)
-    return ToldBlocks(EventLog(args.block_size, config.buffer_steps))
+def told_cache(args: EngineArgs) -> ToldBlocks:
+    """A prefix cache that tells what it has."""
+    return ToldBlocks(EventLog(args.block_size, args.kv_events_config.buffer_steps))
 
 
 class ToldBlocks(HashBlocks):

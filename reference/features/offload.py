@@ -16,14 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lessons.l13_prefix_caching.naive import FIRST
+from lessons.l13_prefix_caching.naive import FIRST, HashBlocks
 from lessons.l26_kv_transfer.blocks import Elsewhere, TieredBlockManager
 from lessons.l26_kv_transfer.connector import TierConnector
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import FolderTier, HostTier, Lru
 from reference.engine.engine_args import EngineArgs
 from reference.features.block_events import EventLog, Key
-from reference.features.kv_events import new_cache
 
 if TYPE_CHECKING:
     from lessons.l03_kv_cache.cache import KVPool
@@ -35,10 +34,11 @@ GIB = 2**30
 
 
 def tiered_blocks(
-    args: EngineArgs, runner: ModelRunner, others: Iterable[KVPool]
+    args: EngineArgs, runner: ModelRunner, others: Iterable[KVPool], cache: HashBlocks
 ) -> TieredBlockManager:
     """Blocks of this runner's pool that are saved elsewhere. others: pools whose blocks have the
-    same numbers. Raises ValueError for a folder that cannot be used.
+    same numbers. cache: which blocks the pool knows. Raises ValueError for a folder that cannot be
+    used.
     """
     pages = Pages([runner.pool, *others])
     size, files = pages.block_bytes, None
@@ -53,7 +53,6 @@ def tiered_blocks(
                 "address that fsspec knows"
             ) from None
     capacity = int(args.kv_offloading_size * GIB // size)
-    cache = new_cache(args)
     log, order = getattr(cache, "log", None), None
     if log is not None:
         order = ToldOrder(log)

@@ -17,7 +17,6 @@ from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import HostTier
 from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
-from reference.features.kv_events import new_cache
 from reference.features.kv_transfer.config import PARAMS, KVTransferConfig, read_params
 from reference.features.kv_transfer.connector import ReadFirst, TransferConnector
 from reference.features.kv_transfer.handover import Departure, TransferBlockManager, TransferHost
@@ -26,23 +25,24 @@ from reference.features.offload import format_of, salt_of
 
 if TYPE_CHECKING:
     from lessons.l03_kv_cache.cache import KVPool
+    from lessons.l13_prefix_caching.naive import HashBlocks
     from reference.engine.engine import Engine
     from reference.engine.model_runner import ModelRunner
     from reference.engine.request import EngineRequest, EngineSequence
 
 
 def transfer_blocks(
-    args: EngineArgs, runner: ModelRunner, others: Iterable[KVPool]
+    args: EngineArgs, runner: ModelRunner, others: Iterable[KVPool], cache: HashBlocks
 ) -> TransferBlockManager:
     """Blocks of this runner's pool that others send, or that are sent to others. others: pools
-    whose blocks have the same numbers. Raises ValueError for an address that is taken.
+    whose blocks have the same numbers. cache: which blocks the pool knows. Raises ValueError for an
+    address that is taken.
     """
     config: KVTransferConfig = args.kv_transfer_config
     pages = Pages([runner.pool, *others])
     rows = int(config.kv_buffer_size // pages.block_bytes) if config.is_consumer else 0
     inbox = HostTier(rows, pages.block_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
     connector = TransferConnector(pages, format_of(runner, pages), inbox, config.timeout_s)
-    cache = new_cache(args)
     if config.is_consumer:
         try:
             connector.listen(own_address(config), cache.block_of.__contains__)

@@ -31,7 +31,7 @@ def new_router(service: Service) -> APIRouter:
     @router.get("/kv_events")
     async def kv_events() -> EventStream:
         """The whole state, then what changes, until the server shuts down."""
-        if not service.args.engine.kv_events_config.is_told:
+        if not service.args.engine.tells_blocks:
             accepted = "--kv-events-config '{\"enable_kv_cache_events\": true}'"
             raise ApiError(404, f"/kv_events: this server was started without {accepted}")
         return EventStream(batches(service), service.args.write_timeout)
