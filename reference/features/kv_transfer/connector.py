@@ -73,8 +73,8 @@ class TransferConnector(TierConnector):
 
     def keep(self, key: Key, block: Tensor) -> None:
         """A block has come. In a listener's thread."""
-        self.received_blocks += 1
         self.tier.put(key, block)
+        self.received_blocks += 1
 
     def start_save(self, keys: Sequence[Key], blocks: Sequence[int]) -> None:
         """Nothing is kept here."""
