@@ -48,6 +48,7 @@ from tests.transfer_cases import (
     send,
     to_be_sent,
     tokens,
+    until,
 )
 
 TCP = Address("127.0.0.1", 0)
@@ -107,7 +108,8 @@ def test_what_the_consumer_has_is_not_sent(inbox):
 
 def test_another_models_blocks_are_refused(inbox):
     link, faults = link_to(inbox.address, of="another")
-    assert send(link, [1])[0] == [] and faults == ["refused"] and inbox.faults == ["refused"]
+    assert send(link, [1])[0] == [] and faults == ["refused"]
+    until(lambda: inbox.faults == ["refused"])
     with pytest.raises(wire.Refused, match="blocks of another, 64 bytes; accepted: of model"):
         wire.connect(inbox.address, "another", SIZE, 1.0)
     with pytest.raises(wire.Refused, match="128 bytes"):
@@ -138,6 +140,7 @@ def test_torn_messages_bring_nothing():
     assert said(inbox.address, hello.replace(MAGIC, b"KVMOVE99")) == b""
     for count in (0, ROWS + 1, 2**32 - 1):
         assert said(inbox.address, hello, COUNT.pack(count)) == b"\1"
+    until(lambda: len(inbox.faults) == 6)
     assert not inbox.blocks and inbox.faults == ["torn"] * 6
     assert said(inbox.address, hello, offer, checked + data) == b"\1\1\1"
     assert inbox.numbers == [7], "a listener outlives what was torn"
@@ -218,10 +221,7 @@ def test_blocks_leave_while_the_prompt_runs(pair):
     inbox = consumer.scheduler.blocks.connector
     for step in range(4):
         producer.step()
-        end = time.monotonic() + 5
-        while inbox.received_blocks < 2 * (step + 1) and time.monotonic() < end:
-            time.sleep(0.002)
-        assert inbox.received_blocks == 2 * (step + 1)
+        until(lambda count=2 * (step + 1): inbox.received_blocks == count)
     producer.abort_request("one")
 
 
@@ -276,6 +276,7 @@ def test_a_producer_that_is_killed_in_the_middle_of_a_block(pair, alone, whole):
     consumer = pair[1]
     child = in_a_process(dies, address_of(consumer), of, size, batch, whole)
     assert child.exitcode == -9
+    until(lambda: consumer.scheduler.blocks.connector.received_blocks == whole)
     got = answer(consumer, PROMPT, params(LIMIT))
     assert tokens(got) == alone and got.num_cached_tokens == whole * BLOCK
 

@@ -37,7 +37,7 @@ class Flaky:
         kind = self.draw.choice(["torn", "cut", "gone", "slow"]) if trouble else None
         data = bytes(data)
         if kind == "torn":
-            data = data[:-1] + bytes([data[-1] ^ 1])
+            data = bytes([data[0] ^ 1]) + data[1:]  # of a token
         elif kind == "cut":
             self.connection.sendall(checked + data[: len(data) // 2])
         elif kind == "slow":

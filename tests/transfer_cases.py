@@ -121,6 +121,14 @@ def send(link: Link, numbers) -> tuple[list[int], float]:
     return sorted(int.from_bytes(one, "big") for one in here), time.monotonic() - begin
 
 
+def until(condition: Callable[[], bool], wait_s: float = 30.0) -> None:
+    """Return when it holds: what a listener's thread does comes a moment later."""
+    end = time.monotonic() + wait_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]

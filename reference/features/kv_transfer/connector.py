@@ -15,7 +15,7 @@ answer costs the producer one timeout; then nothing is sent to it for as long.
 
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from torch import Tensor
@@ -47,6 +47,8 @@ class TransferConnector(TierConnector):
         super().__init__(pages, inbox, timeout_s)
         self.of, self.timeout_s = of, timeout_s
         self.links: dict[Address, Link] = {}
+        # One thread, so that the beginning of a prompt leaves first: what follows needs it.
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
         self.under_way: set[Future] = set()
         self.listener: Listener | None = None
         self.received_blocks = 0
@@ -73,8 +75,8 @@ class TransferConnector(TierConnector):
 
     def keep(self, key: Key, block: Tensor) -> None:
         """A block has come. In a listener's thread."""
-        self.received_blocks += 1
         self.tier.put(key, block)
+        self.received_blocks += 1
 
     def start_save(self, keys: Sequence[Key], blocks: Sequence[int]) -> None:
         """Nothing is kept here."""
@@ -89,8 +91,8 @@ class TransferConnector(TierConnector):
         sending = Sending(job.keys, job.blocks)
         link = self.link(to)
         self.under_way.add(sending.here)
-        future = self.threads.submit(self.run, job, self.read, self.pages.now(), link, sending)
-        self.copying[job] = future
+        after = self.pages.now()
+        self.copying[job] = self.reader.submit(self.run, job, self.read, after, link, sending)
         return job, sending
 
     def link(self, to: Address) -> Link:
@@ -132,6 +134,7 @@ class TransferConnector(TierConnector):
         if self.listener is not None:
             self.listener.close()
         super().close()
+        self.reader.shutdown(wait=False, cancel_futures=True)
         for link in self.links.values():
             link.thread.shutdown(wait=False, cancel_futures=True)
             if link.wire is not None:
