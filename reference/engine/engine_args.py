@@ -221,11 +221,8 @@ class EngineArgs:
     def _check_workers(self) -> None:
         """What the model's processes cannot do yet."""
         backend = self.distributed_executor_backend
-        self.require(
-            "distributed_executor_backend",
-            backend is None or backend in BACKENDS,
-            f"None, {', '.join(BACKENDS)}",
-        )
+        is_known = backend is None or backend in BACKENDS
+        self.require("distributed_executor_backend", is_known, f"None, {', '.join(BACKENDS)}")
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
@@ -234,10 +231,8 @@ class EngineArgs:
 
             check_events(self)
         method = None if self.speculative_config is None else self.speculative_config.method
-        stays = (
-            self.kv_offloading_size is self.kv_offloading_folder is self.kv_transfer_config is None
-        )
-        if not stays or self.kv_offloading_folder_size != 16.0:
+        moved = self.kv_offloading_size, self.kv_offloading_folder, self.kv_transfer_config
+        if moved != (None, None, None) or self.kv_offloading_folder_size != 16.0:
             from reference.features.kv_transfer.config import check_elsewhere
 
             check_elsewhere(self)
