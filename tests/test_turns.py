@@ -27,7 +27,7 @@ def test_the_headline_is_of_the_second_turn_and_later():
     fast = [100.0, 20.0, 30.0]
     record = a_record({"no cache": [100.0, 100.0, 150.0]} | dict.fromkeys(turns.WAYS[1:], fast))
     assert [later(entry) for entry in record["entries"]] == [125, 25, 25, 25]
-    assert "waits for 0.2 of" in draw_turns(record).get_suptitle()
+    assert "takes 0.20 of" in draw_turns(record).get_suptitle()
 
 
 @pytest.mark.parametrize("arguments", [["--chats", "9"], ["--turns", "1"], ["--threads", "0"]])

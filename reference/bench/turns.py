@@ -65,7 +65,7 @@ def new_chats(args, tokenizer) -> list[list[list[int]]]:
     """The messages of each chat: token ids of the held-out text, from a place of its own."""
     from lessons.toolbox.model.corpus import corpus
 
-    text = tokenizer.encode("\n".join(corpus()[1])[:TEXT])
+    text = tokenizer("\n".join(corpus()[1])[:TEXT], verbose=False)["input_ids"]
     draw = random.Random(args.seed)
     length = FIRST + (args.turns - 1) * NEXT
     chats = []

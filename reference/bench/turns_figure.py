@@ -6,7 +6,6 @@ from lessons.toolbox.draw.figure import (
     caption,
     frame,
     label_column,
-    number,
     style,
 )
 
@@ -63,8 +62,8 @@ def draw_turns(record: dict) -> ClassFigure:
     entries = {entry["name"]: entry for entry in record["entries"]}
     share = later(entries["host memory"]) / later(entries["no cache"])
     fig, ax = frame(
-        "With host memory behind the cache, a first token of the second turn or later waits for "
-        f"{number(share)} of the time that it takes without a cache",
+        f"From the second turn on, a chat's first token takes {share:.2f} of the time with host "
+        "memory that it takes without a cache",
         caption(
             record["fingerprint"],
             model=record["model"],
