@@ -24,6 +24,7 @@ OURS = ("lessons", "reference", "tests", "models", "solutions", "exercises")
 # {module: (package of NEEDED, what that cannot be installed without)}
 BROUGHT = {
     "jinja2": ("torch", "jinja2"),
+    "fsspec": ("torch", "fsspec"),
     "tqdm": ("transformers", "tqdm"),
     "huggingface_hub": ("transformers", "huggingface-hub"),
     "PIL": ("matplotlib", "pillow"),
