@@ -178,14 +178,7 @@ def check_experts(
     """Raise ValueError unless x: [T, H], chosen: [T, k] int64, gate_up: [E, 2I, H] and
     down: [E, H, I] fit each other, on one device.
     """
-    if x.ndim != 2 or not x.shape[1] or x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [T, H] in {names}")
-    if chosen.ndim != 2 or len(chosen) != len(x) or chosen.dtype != torch.int64:
-        raise ValueError(
-            f"chosen: got {chosen.dtype} {tuple(chosen.shape)}; accepted: int64 [{len(x)}, k], a "
-            "row for each of x"
-        )
+    check_rows(x, chosen, dtypes)
     num_experts, inner = len(down), down.shape[-1]
     accepted = dict(
         gate_up=(gate_up, (num_experts, 2 * inner, x.shape[1])),
@@ -198,6 +191,18 @@ def check_experts(
                 f"accepted: {x.dtype} {shape} with dense rows, as x and down say"
             )
     check_one_device(x=x, chosen=chosen, gate_up=gate_up, down=down)
+
+
+def check_rows(x: Tensor, chosen: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise ValueError unless x: [T, H] and chosen: [T, k] int64 have a row for each token."""
+    if x.ndim != 2 or not x.shape[1] or x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [T, H] in {names}")
+    if chosen.ndim != 2 or len(chosen) != len(x) or chosen.dtype != torch.int64:
+        raise ValueError(
+            f"chosen: got {chosen.dtype} {tuple(chosen.shape)}; accepted: int64 [{len(x)}, k], a "
+            "row for each of x"
+        )
 
 
 def check_sum(y: Tensor, weights: Tensor, chosen: Tensor) -> None:

@@ -26,7 +26,7 @@ from lessons.l07_kernel_fusion.epilogue import load_tile
 from lessons.l18_weight_quantization.kernels.fp8 import LARGEST
 from lessons.l18_weight_quantization.weights import TILE, Float8Weight
 from lessons.l23_experts.kernels import rows_of_tile
-from lessons.l23_experts.optimized import align, weighted_sum
+from lessons.l23_experts.optimized import align, check_rows, weighted_sum
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 GROUPS = 8  # of 128 numbers that a program rounds together
@@ -235,12 +235,7 @@ def check(x: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> tuple[int, 
     """(E, H, I). Raises ValueError unless x: [T, H], chosen: [T, k] int64 and both stacks fit each
     other, on one device.
     """
-    if x.ndim != 2 or x.dtype not in DECODE_DTYPES:
-        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [T, H] of floats")
-    if chosen.ndim != 2 or len(chosen) != len(x) or chosen.dtype != torch.int64:
-        raise ValueError(
-            f"chosen: got {chosen.dtype} {tuple(chosen.shape)}; accepted: int64 [{len(x)}, k]"
-        )
+    check_rows(x, chosen, DECODE_DTYPES)
     num_experts, _, inner = down.values.shape
     size = x.shape[1]
     tiles_h, tiles_i = triton.cdiv(size, TILE), triton.cdiv(inner, TILE)

@@ -24,7 +24,7 @@ from lessons.l03_kv_cache.arguments import check_one_device
 from lessons.l06_mla.gpt_oss import SWIGLU_ALPHA, SWIGLU_LIMIT
 from lessons.l18_weight_quantization.weights import MXFP4_BLOCK, Mxfp4Weight
 from lessons.l23_experts.kernels import rows_of_tile
-from lessons.l23_experts.optimized import align, weighted_sum
+from lessons.l23_experts.optimized import align, check_rows, weighted_sum
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 
@@ -250,12 +250,7 @@ def check(x: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> tuple[int, 
     """(E, H, I). Raises ValueError unless x: [T, H] bfloat16, chosen: [T, k] int64 and both stacks
     fit each other, on one device.
     """
-    if x.ndim != 2 or x.dtype != torch.bfloat16:
-        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}; accepted: [T, H] in torch.bfloat16")
-    if chosen.ndim != 2 or len(chosen) != len(x) or chosen.dtype != torch.int64:
-        raise ValueError(
-            f"chosen: got {chosen.dtype} {tuple(chosen.shape)}; accepted: int64 [{len(x)}, k]"
-        )
+    check_rows(x, chosen, (torch.bfloat16,))
     num_experts, size, half = down.codes.shape
     inner = 2 * half
     for name, stack, rows, columns in (
