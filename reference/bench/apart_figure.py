@@ -1,9 +1,9 @@
 """The table and the figure of apart.py, from its record."""
 
 from lessons.toolbox.draw.figure import (
-    ROLES,
     ClassFigure,
     caption,
+    draw_lines,
     frame,
     label_column,
     number,
@@ -65,13 +65,14 @@ def draw_apart(record: dict) -> ClassFigure:
         (1, 1),
     )
     for ax, (what, label) in zip(axes, PANELS.items()):
-        labels = []
-        for name, role in LOOKS.items():
-            look = ROLES[role]
-            rates = [at["rate"] for at in entries[name]["rates"]]
-            values = milliseconds(entries[name], what, SHOWN)
-            ax.plot(rates, values, color=look.colour, marker=look.markers[0], ls=look.dash)
-            labels.append((rates[-1], values[-1], name, look.colour))
+        series = {
+            name: (
+                [at["rate"] for at in entries[name]["rates"]],
+                milliseconds(entries[name], what, SHOWN),
+            )
+            for name in LOOKS
+        }
+        labels = draw_lines(ax, series, LOOKS.values())
         ax.set_ylim(bottom=0)
         ax.grid(True, axis="y")
         ax.set_xlabel("requests/s")

@@ -10,6 +10,7 @@ from lessons.toolbox.draw.figure import (
     ROLES,
     ClassFigure,
     caption,
+    draw_lines,
     frame,
     label_column,
     log_axis,
@@ -62,15 +63,11 @@ def draw_knee(record: dict) -> ClassFigure:
     else:
         title = f"Up to {number(at)} {load_name(points)} nine of ten requests meet the objectives"
     fig, ax = frame(title, foot(record), (10, 5.4))
-    lines = {
-        "answered": ("naive", [point["request_throughput"] for point in points]),
-        "answered in time": ("optimized", [point["request_goodput"] for point in points]),
+    series = {
+        "answered": (loads, [point["request_throughput"] for point in points]),
+        "answered in time": (loads, [point["request_goodput"] for point in points]),
     }
-    labels = []
-    for label, (role, values) in lines.items():
-        look = ROLES[role]
-        ax.plot(loads, values, color=look.colour, marker=look.markers[0], ls=look.dash)
-        labels.append((loads[-1], values[-1], label, look.colour))
+    labels = draw_lines(ax, series, ("naive", "optimized"))
     if points[0]["request_rate"] is not None:
         look = ROLES["floor"]
         ax.plot([0, loads[-1]], [0, loads[-1]], color=look.colour, ls=look.dash, lw=1.4)

@@ -6,6 +6,7 @@ from lessons.toolbox.draw.figure import (
     ROLES,
     ClassFigure,
     caption,
+    draw_lines,
     frame,
     label_column,
     style,
@@ -71,11 +72,9 @@ def draw_routes(record: dict) -> ClassFigure:
         ),
         (10, 5.4),
     )
-    labels, turns = [], range(1, record["turns"] + 1)
-    for name, role in LOOKS.items():
-        look, values = ROLES[role], [100 * hit_rate([turn]) for turn in entries[name]]
-        ax.plot(turns, values, color=look.colour, marker=look.markers[0], ls=look.dash)
-        labels.append((turns[-1], values[-1], name, look.colour))
+    turns = range(1, record["turns"] + 1)
+    series = {name: (turns, [100 * hit_rate([turn]) for turn in entries[name]]) for name in LOOKS}
+    labels = draw_lines(ax, series, LOOKS.values())
     ax.axvline(record["turns"] // 2 + 0.5, color=ROLES["floor"].colour, ls=":", lw=1.2)
     ax.set_ylim(0, 100)
     ax.set_xticks(turns)

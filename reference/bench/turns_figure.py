@@ -4,6 +4,7 @@ from lessons.toolbox.draw.figure import (
     ROLES,
     ClassFigure,
     caption,
+    draw_lines,
     frame,
     label_column,
     style,
@@ -72,14 +73,13 @@ def draw_turns(record: dict) -> ClassFigure:
         ),
         (10, 5.4),
     )
-    labels, turns = [], range(1, record["turns"] + 1)
+    turns = range(1, record["turns"] + 1)
+    series = {name: (turns, milliseconds(entries[name])) for name in LOOKS}
+    labels = draw_lines(ax, series, LOOKS.values())
     for name, role in LOOKS.items():
-        look, bands = ROLES[role], entries[name]["ttft_s"]
-        values = milliseconds(entries[name])
-        ax.plot(turns, values, color=look.colour, marker=look.markers[0], ls=look.dash)
+        bands = entries[name]["ttft_s"]
         low, high = ([1000 * turn[edge] for turn in bands] for edge in ("p20", "p80"))
-        ax.fill_between(turns, low, high, color=look.colour, alpha=0.15, lw=0)
-        labels.append((turns[-1], values[-1], name, look.colour))
+        ax.fill_between(turns, low, high, color=ROLES[role].colour, alpha=0.15, lw=0)
     ax.set_ylim(bottom=0)
     ax.set_xticks(turns)
     ax.grid(True, axis="y")

@@ -35,6 +35,7 @@ from lessons.toolbox.draw.figure import (
     GREY,
     ROLES,
     ClassFigure,
+    draw_lines,
     frame,
     label_column,
     log_axis,
@@ -51,15 +52,9 @@ MODEL = (
 IN_TIME = f"in time: the whole answer within {OBJECTIVES.e2el_s:g} s"
 
 
-def draw_lines(ax, series: dict[str, tuple[list[float], list[float]]], roles: list[str]) -> None:
-    """A line for each of {name: (x values, y values)}, named beside its end; roles: how each
-    looks.
-    """
-    labels = []
-    for (name, (xs, ys)), role in zip(series.items(), roles):
-        look = ROLES[role]
-        ax.plot(xs, ys, color=look.colour, marker=look.markers[0], ls=look.dash)
-        labels.append((xs[-1], ys[-1], name, look.colour))
+def draw_named(ax, series: dict[str, tuple[list[float], list[float]]], roles: list[str]) -> None:
+    """`draw_lines`, with a grid, and each line named beside its end."""
+    labels = draw_lines(ax, series, roles)
     ax.grid(True, axis="y")
     label_column(ax, labels)
 
@@ -86,7 +81,7 @@ def draw_users(many: int = 300) -> ClassFigure:
     log_axis(ax.yaxis, min(every) / 1.6, max(every) * 1.6)
     ax.set_xlabel("when the small user's request arrives, s")
     ax.set_ylabel("its time to first token, s\n(lower is better)")
-    draw_lines(ax, series, ["naive", "optimized"])
+    draw_named(ax, series, ["naive", "optimized"])
     ax.set_xlim(left=0)
     return fig
 
@@ -115,7 +110,7 @@ def draw_overload(loads=LOADS, seconds: float = 25.0) -> ClassFigure:
     ax.set_ylim(0, top * 1.25)
     ax.set_xlabel("requests/s that arrive")
     ax.set_ylabel("requests/s answered in time\n(higher is better)")
-    draw_lines(ax, series, ["naive", "library", "optimized"])
+    draw_named(ax, series, ["naive", "library", "optimized"])
     ax.set_xlim(left=0)
     return fig
 
@@ -148,7 +143,7 @@ def draw_knee(loads=KNEE_LOADS, count: int = KNEE_REQUESTS) -> ClassFigure:
     ax.set_ylim(0, 105)
     ax.set_xlabel("requests/s that arrive")
     ax.set_ylabel("% of requests in time\n(higher is better)")
-    draw_lines(ax, series, roles)
+    draw_named(ax, series, roles)
     ax.set_xlim(left=0)
     return fig
 

@@ -31,6 +31,7 @@ from lessons.toolbox.draw.figure import (
     PALETTE,
     ROLES,
     ClassFigure,
+    draw_lines,
     frame,
     label_column,
     log_axis,
@@ -185,12 +186,11 @@ def draw_gather(record: Path = RECORD) -> ClassFigure:
         "one launch a tensor": ("optimized", "kernel_s"),
         "PCIe 5.0, afterwards": ("library", "pcie_s"),
     }
-    labels = []
-    for label, (role, key) in series.items():
-        times = [1e6 * point[key] for point in points]
-        look = ROLES[role]
-        ax.plot(blocks, times, color=look.colour, ls=look.dash, marker=look.markers[0])
-        labels.append((blocks[-1], times[-1], label, look.colour))
+    times = {
+        label: (blocks, [1e6 * point[key] for point in points])
+        for label, (_, key) in series.items()
+    }
+    labels = draw_lines(ax, times, (role for role, _ in series.values()))
     reads = [1e6 * point["floor_s"] / 2 for point in points]
     ax.plot(blocks, reads, color=ROLES["floor"].colour, ls="--")
     labels.append((blocks[-1], reads[-1], "reading the pages once", ROLES["floor"].colour))

@@ -11,7 +11,7 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
@@ -141,6 +141,18 @@ def _spread(centres, sizes, low, high):
         lowest = [min(wanted[a:b].mean() for b in ends) for a in range(i + 1)]
         starts.append(max(lowest))
     return np.clip(starts, low, max(low, high - sum(sizes))) + offsets
+
+
+def draw_lines(ax, series: Mapping[str, tuple[Sequence, Sequence]], roles: Iterable[str]) -> list:
+    """A line for each of {name: (x values, y values)}; roles: how each looks. Returns their labels
+    for `label_column`, which comes last, because it needs the axes' limits.
+    """
+    labels = []
+    for (name, (xs, ys)), role in zip(series.items(), roles):
+        look = ROLES[role]
+        ax.plot(xs, ys, color=look.colour, marker=look.markers[0], ls=look.dash)
+        labels.append((xs[-1], ys[-1], name, look.colour))
+    return labels
 
 
 def label_column(ax, labels):
