@@ -13,13 +13,10 @@ from lessons.l23_experts.kernels import (
     sum_kernel,
 )
 from lessons.l23_experts.lab.moe_cases import UNEVEN, problem, random_routes, routes
+from lessons.l23_experts.lab.testing import assert_far_rows, assert_same_in_any_company
 from lessons.l23_experts.optimized import Tiles
-from lessons.toolbox.kernels.bounds import in_bounds
-from lessons.toolbox.measure.device import interpreting
-from lessons.toolbox.proof.inputs import far_apart
 from lessons.toolbox.proof.numerics import (
     NotEquivalent,
-    assert_same_bits,
     prove,
 )
 from lessons.toolbox.proof.planted import with_bug
@@ -145,11 +142,7 @@ def test_a_token_has_the_same_bits_in_any_company(seed):
     """At the same tiles, because a row's sums read only that row and its experts. At most six rows
     of an expert here: from the seventh on, the CPU's own product adds in another order.
     """
-    x, weights, chosen, *stacks = problem(routes(UNEVEN[:4]), 4, seed=seed)
-    together = small(x, weights, chosen, *stacks)
-    for token in range(len(x)):
-        own = slice(token, token + 1)
-        assert_same_bits(together[own], small(x[own], weights[own], chosen[own], *stacks))
+    assert_same_in_any_company(small, problem(routes(UNEVEN[:4]), 4, seed=seed))
 
 
 def test_nothing_is_written_beside_the_results(seed):
@@ -177,19 +170,12 @@ FAR = {
 
 @pytest.mark.parametrize("argument", FAR)
 def test_rows_further_apart_than_an_int32_counts(argument, seed, tmp_path, monkeypatch):
-    names = ["x", "weights", "chosen", "gate_up", "down"]
-    inputs = problem(routes([[2, 0], [1, 2], [2, 1]]), 3, 16, 16, torch.float16, seed)
-    at = names.index(argument)
-    far = [far_apart(x) if i == at else x for i, x in enumerate(inputs)]
-    with in_bounds():
-        assert_same_bits(small(*far), small(*inputs))
-        if not interpreting():
-            return  # a kernel that leaves its tensors may end the process
+    def plant():
         buggy = with_bug(kernels, tmp_path, *FAR[argument])
         for name in ("gate_up_kernel", "down_kernel"):
             monkeypatch.setattr(optimized, name, getattr(buggy, name))
-        with pytest.raises(Exception, match="out of bounds"):
-            small(*far)
+
+    assert_far_rows(small, argument, seed, plant)
 
 
 # ---------------------------------------------------------------- planted bugs

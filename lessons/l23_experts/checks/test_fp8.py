@@ -12,6 +12,7 @@ from lessons.l18_weight_quantization.naive import to_float8
 from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.fp8_cases import decoded, problem
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, random_routes, routes
+from lessons.l23_experts.lab.testing import assert_same_in_any_company
 from lessons.l23_experts.more import fp8, naive_fp8
 from lessons.l23_experts.more.fp8 import (
     Stack,
@@ -24,7 +25,6 @@ from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.measure.device import compiled_chip
 from lessons.toolbox.proof.numerics import (
     assert_close_to_oracle,
-    assert_same_bits,
     draw,
     poisoned,
 )
@@ -189,12 +189,9 @@ def test_experts_of_other_ranks_add_nothing(seed):
 
 
 def test_a_token_has_the_same_bits_in_any_company(seed):
-    x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
-    together = small(x, weights, chosen, *stacks)
+    x, weights, chosen, *stacks = inputs = problem(routes(UNEVEN), 4, seed=seed)
+    assert_same_in_any_company(small, inputs)
     assert small(x[:0], weights[:0], chosen[:0], *stacks).shape == (0, 200)
-    for token in range(len(x)):
-        own = slice(token, token + 1)
-        assert_same_bits(together[own], small(x[own], weights[own], chosen[own], *stacks))
 
 
 def test_nothing_is_written_beside_the_results(seed):

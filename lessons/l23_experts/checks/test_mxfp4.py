@@ -6,6 +6,7 @@ import torch
 from lessons.l18_weight_quantization.weights import E2M1_VALUES, MXFP4_BLOCK, Mxfp4Weight
 from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, random_routes, routes
+from lessons.l23_experts.lab.testing import assert_same_in_any_company
 from lessons.l23_experts.more import mxfp4, naive_mxfp4
 from lessons.l23_experts.more.mxfp4 import (
     Stack,
@@ -147,11 +148,7 @@ def test_experts_of_other_ranks_add_nothing(seed, proof):
 
 
 def test_a_token_has_the_same_bits_in_any_company(seed):
-    x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
-    together = small(x, weights, chosen, *stacks)
-    for token in range(len(x)):
-        own = slice(token, token + 1)
-        assert_same_bits(together[own], small(x[own], weights[own], chosen[own], *stacks))
+    assert_same_in_any_company(small, problem(routes(UNEVEN), 4, seed=seed))
 
 
 def test_nothing_is_written_beside_the_results(seed):

@@ -9,6 +9,7 @@ from lessons.l23_experts import grouped as grouped_module
 from lessons.l23_experts import naive, optimized
 from lessons.l23_experts.lab import orders, prefill
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, problem, random_routes, routes
+from lessons.l23_experts.lab.testing import assert_far_rows
 from lessons.l23_experts.more import wide
 from lessons.l23_experts.more.wide import (
     WideTiles,
@@ -20,8 +21,7 @@ from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.measure.device import interpreting
-from lessons.toolbox.proof.inputs import far_apart
-from lessons.toolbox.proof.numerics import assert_same_bits, prove
+from lessons.toolbox.proof.numerics import prove
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.traps import guarded_empty
 
@@ -131,19 +131,12 @@ FAR = {
 
 @pytest.mark.parametrize("argument", FAR)
 def test_rows_further_apart_than_an_int32_counts(argument, seed, tmp_path, monkeypatch):
-    names = ["x", "weights", "chosen", "gate_up", "down"]
-    inputs = problem(routes([[2, 0], [1, 2], [2, 1]]), 3, 16, 16, torch.float16, seed)
-    at = names.index(argument)
-    far = [far_apart(x) if i == at else x for i, x in enumerate(inputs)]
-    with in_bounds():
-        assert_same_bits(small(*far), small(*inputs))
-        if not interpreting():
-            return  # a kernel that leaves its tensors may end the process
+    def plant():
         buggy = with_bug(wide, tmp_path, *FAR[argument])
         for name in KERNELS:
             monkeypatch.setattr(wide, name, getattr(buggy, name))
-        with pytest.raises(Exception, match="out of bounds"):
-            small(*far)
+
+    assert_far_rows(small, argument, seed, plant)
 
 
 # ---------------------------------------------------------------- the order of tiles
