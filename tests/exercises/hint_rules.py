@@ -53,6 +53,11 @@ BROKEN_RULES = (
         "a store without the right mask: which lanes of the tile are padding, in each dimension?",
     ),
     (
+        r"kernel \w+ out of bounds: .* \d{10,} bytes (?:before|after)",
+        "nothing is so far away: either the index was never written, or its product with a stride "
+        "does not fit into 32 bits (then make the index int64 before you multiply)",
+    ),
+    (
         r"kernel \w+ out of bounds",
         "compare each index of that line with the size of its dimension: which lanes does the mask "
         "let through?",

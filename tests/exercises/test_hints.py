@@ -8,6 +8,7 @@ import torch
 from lessons.toolbox.exercises.exercise import all_exercises
 from lessons.toolbox.exercises.parts import hints_of
 from tests.exercises.checking import assert_equal, check, compare
+from tests.exercises.hint_rules import hint_of_exception
 from tests.exercises.hinting import FIRST, all_hints
 from tests.exercises.hints import hint_of_failure
 from tests.exercises.running import case_hint, explained, general_hint, run_check
@@ -180,6 +181,13 @@ def test_a_bare_index_error_names_all_that_is_needed(tmp_path):
     assert given.strip() == "exercise 2.1 was given: x [3, 5] float32"
     assert values.strip() == "in that line: x [3, 5] float32, scores [3, 2] float32"
     assert said.strip().startswith("hint: 3 entries have the indices")
+
+
+@pytest.mark.parametrize("distance, said", [(64, "which lanes"), (8589934464, "32 bits")])
+def test_out_of_bounds_far_away_is_no_mask(distance, said):
+    """As the machinery of bounds says it."""
+    message = f"the kernel read out of bounds: 1 of 8 addresses, {distance} bytes before the start"
+    assert said in hint_of_exception(f"OutOfBounds: {message} of `v_ptr`")
 
 
 def test_a_line_is_named_where_the_check_speaks(tmp_path):
