@@ -92,7 +92,7 @@ def format_of(weight: EightBits) -> str:
 
 
 def w8a8_by_numbers(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Tensor:
-    """Naive: x: [T, K] -> [T, N] in x's dtype, by way of numbers."""
+    """Naive: x: [T, K] -> [T, N] in x's dtype, by a product of numbers."""
     codes, scales = quantize_tokens(x, format_of(weight))
     numbers = codes.to(scales.dtype) * scales
     matrix = weight.dequantize().to(scales.dtype)
