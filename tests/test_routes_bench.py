@@ -19,14 +19,18 @@ def test_rates_and_waits():
     assert waits_ms(turns[1:], 50) == pytest.approx(200)
 
 
-def test_the_headline_leaves_out_the_first_turn():
+@pytest.mark.parametrize(
+    "told", [[("kv, weight 1", 90)], [("kv, weight 8", 90), ("kv, weight 1", 70)]]
+)
+def test_the_headline_leaves_out_the_first_turn(told):
     entries = [
         {"name": name, "failed": 0, "turns": [a_turn(0), a_turn(found), a_turn(found)]}
-        for name, found in (("round-robin", 30), ("prefix", 60), ("kv", 90))
+        for name, found in (("round-robin", 30), ("prefix", 60), *told)
     ]
     record = dict(fingerprint={"device": "x"}, model="m", replicas=3, chats=9, turns=3)
     title = draw_routes(record | {"entries": entries}).get_suptitle()
     assert "90%" in title and "60%" in title and "30%" in title
+    assert ("weight 8" in title) == (len(told) > 1)
 
 
 def test_a_counter_of_metrics():
@@ -42,7 +46,9 @@ def test_no_two_chats_begin_alike():
     assert [len(chat) for chat in routes.new_chats(args, 0)] == [3] * 12
 
 
-@pytest.mark.parametrize("arguments", [["--chats", "2"], ["--turns", "1"], ["--replicas", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--chats", "2"], ["--turns", "1"], ["--replicas", "1"], ["--kv-weights", "-1"]]
+)
 def test_sizes_that_cannot_be_measured_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         routes.main(arguments)
@@ -58,6 +64,6 @@ def test_chats_behind_a_router_in_small(tmp_path, request):
     seed = ["--seed", str(random.randrange(1000))]
     assert routes.main([*sizes, *seed, "--out", str(tmp_path)]) == 0
     entries = json.loads((tmp_path / "routes.json").read_text())["entries"]
-    assert [entry["name"] for entry in entries] == list(routes.POLICIES)
+    assert [entry["name"] for entry in entries] == list(routes.policies_of(routes.parse_args([])))
     assert not any(entry["failed"] for entry in entries)
     assert all(hit_rate(entry["turns"][1:]) > 0.2 for entry in entries)

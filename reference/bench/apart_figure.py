@@ -50,7 +50,7 @@ def draw_apart(record: dict) -> ClassFigure:
     entries = {entry["name"]: entry for entry in record["entries"]}
     itl = {name: milliseconds(entry, "itl_s", SHOWN)[-1] for name, entry in entries.items()}
     rate = record["entries"][0]["rates"][-1]["rate"]
-    share = number(itl["apart"] / itl["mixed"]) if itl["mixed"] else "?"
+    share = f"{itl['apart'] / itl['mixed']:.2f}" if itl["mixed"] else "?"
     fig, axes = frame(
         f"At {rate:g} requests/s, with prefill and decode apart, the 99th percentile between "
         f"tokens is {share} of mixed serving's",

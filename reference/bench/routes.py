@@ -1,5 +1,6 @@
 """Chats behind a router, under three policies: round robin, lesson 22's prefix, and what the
-replicas tell of their blocks. One replica is killed after half of the turns, and started again.
+replicas tell of their blocks, this one for each of --kv-weights. One replica is killed after half
+of the turns, and started again.
 
     python -m reference.bench.routes --out build
     python -m reference.bench.routes --chats 12 --turns 4 --replicas 2
@@ -23,7 +24,6 @@ from reference.bench.speed_args import record_of
 from reference.ladder.command import place_of
 
 SCHEMA = 1
-POLICIES = ("round-robin", "prefix", "kv")
 BLOCK, ANSWER = 16, 16  # tokens
 FIRST, NEXT = 1600, 160  # characters of a chat's first message, and of the next ones
 AROUND = 12  # tokens that the template writes around a message, at most
@@ -42,14 +42,27 @@ def parse_args(argv) -> argparse.Namespace:
     parser.add_argument("--chats", type=int, default=36)
     parser.add_argument("--turns", type=int, default=6, help="of each chat")
     parser.add_argument("--clients", type=int, default=4, help="requests at a time")
+    parser.add_argument(
+        "--kv-weights", type=float, nargs="+", default=[1, 8], help="the router's --kv-weight"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the record")
     args = parser.parse_args(argv)
     for name, least in (("replicas", 2), ("chats", args.replicas), ("turns", 2), ("clients", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if min(args.kv_weights) < 0:
+        parser.error(f"--kv-weights must be at least 0, got {min(args.kv_weights)}")
     args.model, args.out = place_of(args.model), args.out.expanduser()
     return args
+
+
+def policies_of(args) -> dict[str, list[str]]:
+    """{name: the router's flags} of what is compared."""
+    found = {name: ["--policy", name] for name in ("round-robin", "prefix")}
+    for weight in args.kv_weights:
+        found[f"kv, weight {weight:g}"] = ["--policy", "kv", "--kv-weight", f"{weight:g}"]
+    return found
 
 
 def flags_of(args) -> list[str]:
@@ -57,7 +70,7 @@ def flags_of(args) -> list[str]:
     from reference.engine.model import load_tokenizer
 
     tokenizer, longest = load_tokenizer(args.model), 0
-    for nth in range(len(POLICIES)):
+    for nth in range(len(policies_of(args))):
         for messages in new_chats(args, nth):
             text = "\n".join([SYSTEM, *messages])
             longest = max(longest, len(tokenizer.encode(text)))
@@ -182,14 +195,14 @@ async def until_ready(client, router: str, count: int) -> None:
     raise OSError(f"the router at {router} found no {count} replicas in {READY_S:.0f} s")
 
 
-async def measure(policy: str, nth: int, fleet, args, tick) -> dict:
-    """All turns under one policy. Returns its entry of the record."""
+async def measure(policy: str, flags: list[str], nth: int, fleet, args, tick) -> dict:
+    """All turns under one policy. flags: the router's. Returns its entry of the record."""
     import httpx
 
     from reference.bench.own_server import own_process, wait_for
 
     urls = [each.url for each in fleet.servers]
-    flags = ["--policy", policy, "--health-interval", "0.2", "--replicas", *urls]
+    flags = [*flags, "--health-interval", "0.2", "--replicas", *urls]
     turns = []
     async with httpx.AsyncClient(timeout=READY_S) as client:
         with own_process("reference.router", *flags) as router:
@@ -239,13 +252,14 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     entries = []
     with ExitStack() as stack, Progress(console=console) as progress:
-        bar = progress.add_task("turns", total=len(POLICIES) * args.turns)
+        policies = policies_of(args)
+        bar = progress.add_task("turns", total=len(policies) * args.turns)
         fleet = Fleet(args, stack)
         for server in fleet.servers:
             wait_for(server)
-        for nth, policy in enumerate(POLICIES):
+        for nth, (policy, flags) in enumerate(policies.items()):
             tick = lambda: progress.advance(bar)
-            entries.append(asyncio.run(measure(policy, nth, fleet, args, tick)))
+            entries.append(asyncio.run(measure(policy, flags, nth, fleet, args, tick)))
     names = ("replicas", "chats", "turns", "clients", "seed")
     sizes = {name: getattr(args, name) for name in names}
     record = record_of(args.model, SCHEMA, **sizes, entries=entries)

@@ -12,10 +12,7 @@ from lessons.toolbox.draw.figure import (
     style,
 )
 
-LOOKS = {"round-robin": "naive", "prefix": "library", "kv": "optimized"}
-ALT = (
-    "Percent of the prompts' tokens that were cached, over the turn of a chat, for three policies."
-)
+ALT = "Percent of the prompts' tokens that were cached, over the turn of a chat, by policy."
 
 
 def hit_rate(turns: list[dict]) -> float:
@@ -61,9 +58,13 @@ def draw_routes(record: dict) -> ClassFigure:
     """Percent of the tokens that were cached, over the turn."""
     entries = {entry["name"]: entry["turns"] for entry in record["entries"]}
     later = {name: hit_rate(turns[1:]) for name, turns in entries.items()}
+    told = [name for name in entries if name.startswith("kv")]
+    best = max(told, key=later.get)
+    weight = best.removeprefix("kv, ") + ", " if len(told) > 1 else ""
     fig, ax = frame(
-        f"From the second turn on {later['kv']:.0%} of the tokens are cached where replicas tell "
-        f"what they have, {later['prefix']:.0%} by the prefix, {later['round-robin']:.0%} by turns",
+        f"From the second turn on {later[best]:.0%} of the tokens are cached where replicas tell "
+        f"what they have ({weight}prefix {later['prefix']:.0%}, round robin "
+        f"{later['round-robin']:.0%})",
         caption(
             record["fingerprint"],
             model=record["model"],
@@ -73,8 +74,10 @@ def draw_routes(record: dict) -> ClassFigure:
         (10, 5.4),
     )
     turns = range(1, record["turns"] + 1)
-    series = {name: (turns, [100 * hit_rate([turn]) for turn in entries[name]]) for name in LOOKS}
-    labels = draw_lines(ax, series, LOOKS.values())
+    looks = {"round-robin": "naive", "prefix": "library"} | dict.fromkeys(told, "floor")
+    looks[best] = "optimized"
+    series = {name: (turns, [100 * hit_rate([turn]) for turn in entries[name]]) for name in looks}
+    labels = draw_lines(ax, series, looks.values())
     ax.axvline(record["turns"] // 2 + 0.5, color=ROLES["floor"].colour, ls=":", lw=1.2)
     ax.set_ylim(0, 100)
     ax.set_xticks(turns)
