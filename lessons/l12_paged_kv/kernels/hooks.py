@@ -9,7 +9,7 @@ tree of tokens) and lesson 19 (a cache of 8 or 4 bits) bring others.
     ROW_OF(table_ptr, sequence, key, is_used, PAGE_SIZE) -> block, row    int64, where a key is
     LOAD(ptr, offset, column, mask, scale_ptr, slot) -> [N, D]            rows of K
     LOAD_V                                                                rows of V, the same
-    SEES(query, key, held, window, token, tree_ptr, stride_tree) -> bool  [M, N]
+    SEES(query, key, view) -> bool  [M, N]                                view: here the window
     SPLIT_OF(items_ptr, context_lens_ptr, window, split_size, heads, BLOCK_N)
         -> sequence, its length, begin, end, place: which keys a program of decode_kernel has, and
            where head 0 writes what it found; the other heads follow num_programs(1) places apart
@@ -52,17 +52,13 @@ def plain_load(ptr, offset, column, mask, scale_ptr, slot):
 
 
 @triton.jit
-def causal(query, key, held, window, token, tree_ptr, stride_tree):
-    """A query sees every key up to its own. query: [M, 1] and key: [1, N], positions.
-
-    held: tokens that the sequence held before this step; token: [M, 1], which new token of the
-    batch a query is; tree_ptr, stride_tree: which of these sees which. They are for trees.
-    """
+def causal(query, key, window):
+    """A query sees every key up to its own. query: [M, 1] and key: [1, N], positions."""
     return key <= query
 
 
 @triton.jit
-def in_window(query, key, held, window, token, tree_ptr, stride_tree):
+def in_window(query, key, window):
     """A query sees the last `window` keys up to its own."""
     return (key <= query) & (key > query - window)
 

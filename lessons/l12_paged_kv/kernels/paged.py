@@ -7,35 +7,30 @@ Around it, `decode_kernel` is lesson 10's split_decode_kernel, and `prefill_kern
 Sources: Kwon et al. 2023, PagedAttention, section 4.1; Dao et al. 2023, Flash-Decoding; Dao 2023.
 """
 
+from collections import namedtuple
+
 from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, paged_row, plain_load
 from lessons.toolbox.kernels.triton_ import tl, triton
+
+# Where a program finds its keys: its sequence's row of the block table, and its KV head's rows in the
+# pool. The scales are None, but for a cache that stores some (lesson 19).
+Keys = namedtuple(
+    "Keys",
+    "sequence table_ptr k_ptr v_ptr k_scale_ptr v_scale_ptr "
+    "stride_kblock stride_kn stride_vblock stride_vn",
+)
 
 
 @triton.jit
 def tile_step(
     q,
-    m_i,
-    l_i,
-    acc,
+    sums,
     query,
     key,
     in_use,
-    held,
-    token,
-    sequence,
-    table_ptr,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    tree_ptr,
+    keys,
+    view,
     scale_log2e,
-    window,
-    stride_kblock,
-    stride_kn,
-    stride_vblock,
-    stride_vn,
-    stride_tree,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -46,25 +41,26 @@ def tile_step(
     LOAD_V: tl.constexpr,
     SEES: tl.constexpr,
 ):
-    """The running sums m_i, l_i: [M] and acc: [M, BLOCK_DV] of queries q: [M, BLOCK_D], after the
-    keys key: [N] of a sequence, of which in_use: [N] count. query: [M, 1], the queries' positions.
+    """The running sums (m_i: [M], l_i: [M], acc: [M, BLOCK_DV]) of queries q: [M, BLOCK_D], after
+    the keys key: [N], of which in_use: [N] count. query: [M, 1], the queries' positions. keys: where
+    they are, `Keys`. view: what SEES asks beside positions.
     """
+    m_i, l_i, acc = sums
     column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    page, row = ROW_OF(table_ptr, sequence, key, in_use, PAGE_SIZE)
+    page, row = ROW_OF(keys.table_ptr, keys.sequence, key, in_use, PAGE_SIZE)
     slot = page * PAGE_SIZE + row
-    k_offset = (page * stride_kblock + row * stride_kn)[:, None]
-    v_offset = (page * stride_vblock + row * stride_vn)[:, None]
+    k_offset = (page * keys.stride_kblock + row * keys.stride_kn)[:, None]
+    v_offset = (page * keys.stride_vblock + row * keys.stride_vn)[:, None]
     is_k, is_v = in_use[:, None] & (column < HEAD_DIM), in_use[:, None] & (v_column < V_HEAD_DIM)
-    k = LOAD(k_ptr, k_offset, column, is_k, k_scale_ptr, slot)  # [N, BLOCK_D]
+    k = LOAD(keys.k_ptr, k_offset, column, is_k, keys.k_scale_ptr, slot)  # [N, BLOCK_D]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [M, N]
-    sees = SEES(query, key[None, :], held, window, token, tree_ptr, stride_tree)
-    scores = tl.where(sees & in_use[None, :], scores, float("-inf"))
+    scores = tl.where(SEES(query, key[None, :], view) & in_use[None, :], scores, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, axis=1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key seen yet
     alpha = tl.exp2(m_i - m_safe)
     p = tl.exp2(scores - m_safe[:, None])
     l_i = l_i * alpha + tl.sum(p, axis=1)
-    v = LOAD_V(v_ptr, v_offset, v_column, is_v, v_scale_ptr, slot)
+    v = LOAD_V(keys.v_ptr, v_offset, v_column, is_v, keys.v_scale_ptr, slot)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i, acc
 
@@ -131,37 +127,25 @@ def decode_kernel(
         k_scale_ptr += in_pool * stride_sh
         v_scale_ptr += in_pool * stride_sh
     table_ptr = block_table_ptr + sequence * stride_table
+    strides = stride_kblock, stride_kn, stride_vblock, stride_vn
+    keys = Keys(sequence, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, *strides)
 
     newest = length - 1  # the query's position; so many were held before it
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    sums = m_i, l_i, acc
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         key = start + step
-        m_i, l_i, acc = tile_step(
+        sums = tile_step(
             q,
-            m_i,
-            l_i,
-            acc,
+            sums,
             newest,
             key,
             key < end,
-            newest,
-            sequence,
-            sequence,
-            table_ptr,
-            k_ptr,
-            v_ptr,
-            k_scale_ptr,
-            v_scale_ptr,
-            None,
-            scale_log2e,
+            keys,
             window,
-            stride_kblock,
-            stride_kn,
-            stride_vblock,
-            stride_vn,
-            0,
+            scale_log2e,
             HEAD_DIM,
             V_HEAD_DIM,
             PAGE_SIZE,
@@ -172,6 +156,7 @@ def decode_kernel(
             LOAD_V,
             SEES,
         )
+    m_i, l_i, acc = sums
     # A split without a key that counts: 0, and by log2(0) the weight −inf.
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # ln 2: lesson 10's combine expects base e
@@ -195,7 +180,6 @@ def prefill_kernel(
     block_table_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    tree_ptr,
     scale_log2e,
     window,
     stride_qm,
@@ -207,7 +191,6 @@ def prefill_kernel(
     stride_vn,
     stride_vh,
     stride_table,
-    stride_tree,
     stride_sh,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -247,6 +230,8 @@ def prefill_kernel(
             k_scale_ptr += head // GROUP * stride_sh
             v_scale_ptr += head // GROUP * stride_sh
         table_ptr = block_table_ptr + sequence * stride_table
+        strides = stride_kblock, stride_kn, stride_vblock, stride_vn
+        keys = Keys(sequence, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, *strides)
         # Bottom-right aligned: the last new token belongs to the last key.
         held = num_keys - num_queries
         begin = tl.maximum(held + start_m - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -255,32 +240,18 @@ def prefill_kernel(
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        sums = m_i, l_i, acc
         for start in range(begin, end, BLOCK_N):
             key = start + step
-            m_i, l_i, acc = tile_step(
+            sums = tile_step(
                 q,
-                m_i,
-                l_i,
-                acc,
+                sums,
                 (held + row)[:, None],
                 key,
                 key < num_keys,
-                held,
-                token,
-                sequence,
-                table_ptr,
-                k_ptr,
-                v_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                tree_ptr,
-                scale_log2e,
+                keys,
                 window,
-                stride_kblock,
-                stride_kn,
-                stride_vblock,
-                stride_vn,
-                stride_tree,
+                scale_log2e,
                 HEAD_DIM,
                 V_HEAD_DIM,
                 PAGE_SIZE,
@@ -292,6 +263,7 @@ def prefill_kernel(
                 SEES,
             )
 
+        m_i, l_i, acc = sums
         out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
         tl.store(
             out_ptr + (token * tl.num_programs(0) + head) * V_HEAD_DIM + v_column,

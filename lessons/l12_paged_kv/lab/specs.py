@@ -117,10 +117,8 @@ def prefill_spec(
     return KernelSpec(
         f"{ROOM}.kernels.paged:prefill_kernel",
         name=f"prefill_{dtype}_{sizes}_{hooks(row_of, sees)}{page_size}",
-        signature=parts["signature"]
-        | {"cu_seqlens_q_ptr": "*i32", "stride_tree": "i32", "stride_sh": "i32"},
+        signature=parts["signature"] | {"cu_seqlens_q_ptr": "*i32", "stride_sh": "i32"},
         constexprs={
-            "tree_ptr": None,
             "LOAD_V": plain_load,
             "GROUP": 4,
             "HEAD_DIM": head_dim,

@@ -66,15 +66,11 @@ def test_all_blocks_come_back(kind, seed, monkeypatch):
 def test_slips_of_the_cache_are_found(seed, monkeypatch):
     """Positions by order, a path that is not moved, and siblings that see each other."""
     monkeypatch.setattr(rung.Ranked, "children", second_best_children)
-    model, (prompt,) = new_model(), new_prompts(6)
-    (answer,) = one_at_a_time.generate(model, [prompt], 24)
-    # The right guess is never the first, so that it has to move.
-    tree = Tree((-1, 0, 0, 2, 2))
-    heads = Oracle(model, [*prompt, *answer], 2)
-    options = dict(heads=heads, tree=tree)
-    counts = Counts()
-    assert generate(model, [prompt], 20, counts=counts, **options) == [answer[:20]]
-    assert counts.kept > 4
+    cases = [slip_case() for _ in range(4)]  # because one model may say the same in spite of a slip
+    for model, prompt, answer, options in cases:
+        counts = Counts()
+        assert generate(model, [prompt], 20, counts=counts, **options) == [answer]
+        assert counts.kept > 4
 
     def by_order(batch, trees, pool):
         made = with_trees(batch, trees)
@@ -94,7 +90,20 @@ def test_slips_of_the_cache_are_found(seed, monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setattr(running, name, slip)
-            assert generate(model, [prompt], 20, **options) != [answer[:20]], name
+            assert any(
+                generate(model, [prompt], 20, **options) != [answer]
+                for model, prompt, answer, options in cases
+            ), name
+
+
+def slip_case():
+    """A model, a prompt, its 20 tokens, and how to guess them: the right guess is never the first,
+    so that it has to move.
+    """
+    model, (prompt,) = new_model(), new_prompts(6)
+    (answer,) = one_at_a_time.generate(model, [prompt], 24)
+    heads = Oracle(model, [*prompt, *answer], 2)
+    return model, prompt, answer[:20], dict(heads=heads, tree=Tree((-1, 0, 0, 2, 2)))
 
 
 def second_best_children(self, logits, parents):

@@ -8,20 +8,27 @@ one, over tiles of old keys alone, asks no table.
 Sources: Miao et al. 2024, SpecInfer, section 4.2; Cai et al. 2024, Medusa, section 2.1.2.
 """
 
+from collections import namedtuple
+
 from lessons.l12_paged_kv.kernels.hooks import equal_split, paged_row, plain_load
-from lessons.l12_paged_kv.kernels.paged import tile_step
+from lessons.l12_paged_kv.kernels.paged import Keys, tile_step
 from lessons.toolbox.kernels.triton_ import tl, triton
+
+# What a tree's hooks ask beside positions: how many tokens the sequence held before this step, the
+# window, which row of the tree's table a query has ([M, 1]), and this table.
+View = namedtuple("View", "held window token tree_ptr stride_tree")
 
 
 @triton.jit
-def in_tree(query, key, held, window, token, tree_ptr, stride_tree):
+def in_tree(query, key, view):
     """A node sees what the sequence held before the step, and the nodes on its way from the root.
 
-    query: [M, 1], where the token lies; key: [1, N]; token: [M, 1], which row of the table is its.
-    tree_ptr: [T, W] int8, dense: at [t, w] how far new token w of its sequence lies above t, 1 for
-    itself, 0 if it is not on the way. A row of zeros is a token of a prompt: it sees what lies in
-    front of it. A window counts along the way.
+    query: [M, 1], where the token lies; key: [1, N]; view: a `View`, whose table is [T, W] int8,
+    dense: at [t, w] how far new token w of its sequence lies above t, 1 for itself, 0 if it is not
+    on the way. A row of zeros is a token of a prompt: it sees what lies in front of it. A window
+    counts along the way.
     """
+    held, window, token, tree_ptr, stride_tree = view
     row = token.to(tl.int32) * stride_tree  # int32, because wide addresses take registers
     level = tl.load(tree_ptr + row).to(tl.int32)  # [M, 1]: depth + 1; 0 in a prompt
     is_new = (key >= held) & (key < held + stride_tree)
@@ -33,16 +40,17 @@ def in_tree(query, key, held, window, token, tree_ptr, stride_tree):
 
 
 @triton.jit
-def all_old(query, key, held, window, token, tree_ptr, stride_tree):
+def all_old(query, key, view):
     """Every node sees every key that was held. Arguments as `in_tree`'s."""
-    return key < held
+    return key < view.held
 
 
 @triton.jit
-def old_in_window(query, key, held, window, token, tree_ptr, stride_tree):
+def old_in_window(query, key, view):
     """Of keys that were held, those in the window of a node or of a prompt's token: the part of
     `in_tree` that needs no row of the table.
     """
+    held, window, token, tree_ptr, stride_tree = view
     level = tl.load(tree_ptr + token.to(tl.int32) * stride_tree).to(tl.int32)
     distance = tl.where(level > 0, level + held - key, query - key + 1)
     return distance <= window
@@ -124,39 +132,28 @@ def tree_kernel(
         k_ptr += kv_head.to(tl.int64) * stride_kh
         v_ptr += kv_head.to(tl.int64) * stride_vh
         table_ptr = block_table_ptr + sequence * stride_table
+        strides = stride_kblock, stride_kn, stride_vblock, stride_vn
+        keys = Keys(sequence, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, *strides)
 
         held = num_keys - num_queries
+        view = View(held, window, token[:, None], tree_ptr, stride_tree)
         # Where the first tile begins that has a new key, or the last one that is not full.
         new = begin + tl.maximum(tl.minimum(held, end) - begin, 0) // BLOCK_N * BLOCK_N
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        sums = m_i, l_i, acc
         for start in tl.range(begin, new, BLOCK_N, num_stages=NUM_STAGES):
             key = start + tl.arange(0, BLOCK_N)
-            m_i, l_i, acc = tile_step(
+            sums = tile_step(
                 q,
-                m_i,
-                l_i,
-                acc,
+                sums,
                 (held + query)[:, None],
                 key,
                 key < end,
-                held,
-                token[:, None],
-                sequence,
-                table_ptr,
-                k_ptr,
-                v_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                tree_ptr,
+                keys,
+                view,
                 scale_log2e,
-                window,
-                stride_kblock,
-                stride_kn,
-                stride_vblock,
-                stride_vn,
-                stride_tree,
                 HEAD_DIM,
                 V_HEAD_DIM,
                 PAGE_SIZE,
@@ -169,30 +166,15 @@ def tree_kernel(
             )
         for start in range(new, end, BLOCK_NEW):
             key = start + tl.arange(0, BLOCK_NEW)
-            m_i, l_i, acc = tile_step(
+            sums = tile_step(
                 q,
-                m_i,
-                l_i,
-                acc,
+                sums,
                 (held + query)[:, None],
                 key,
                 key < end,
-                held,
-                token[:, None],
-                sequence,
-                table_ptr,
-                k_ptr,
-                v_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                tree_ptr,
+                keys,
+                view,
                 scale_log2e,
-                window,
-                stride_kblock,
-                stride_kn,
-                stride_vblock,
-                stride_vn,
-                stride_tree,
                 HEAD_DIM,
                 V_HEAD_DIM,
                 PAGE_SIZE,
@@ -204,6 +186,7 @@ def tree_kernel(
                 SEES,
             )
 
+        m_i, l_i, acc = sums
         # A split in which a node sees nothing: 0, and by log2(0) the weight −inf.
         out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
         lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # ln 2, because combine expects base e

@@ -249,7 +249,7 @@ def codes_decode_kernel(
         v_words = tl.load(v_row + v_word, mask=is_v, other=0)
         k_scale, k_low = scales_in(k_scales, slot, kind, PER_ROW)
         v_scale, v_low = scales_in(v_scales, slot, kind, PER_ROW)
-        sees = in_use[None, :] & SEES(newest, key[None, :], newest, window, sequence, None, 0)
+        sees = in_use[None, :] & SEES(newest, key[None, :], window)
         m_i, l_i, low_i, acc = code_step(
             q,
             q_scale,

@@ -40,6 +40,8 @@ def kernel_hash(kernel) -> str:
             elif isinstance(value := getattr(value, "value", value), (bool, int, float, str)):
                 # tl.constexpr holds a value
                 digest.update(f"{name}={value!r}\n".encode())
+            elif hasattr(value, "_fields"):  # a named tuple: what it is made of, in this order
+                digest.update(f"{name}={value._fields}\n".encode())
     return digest.hexdigest()[:16]
 
 
