@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSNorm, swap
 from lessons.l02_naive_attention.variants.gemma import GemmaDecoder
+from lessons.l02_naive_attention.variants.glm4 import Glm4Decoder
+from lessons.l02_naive_attention.variants.granite import GraniteDecoder
+from lessons.l02_naive_attention.variants.olmo import OlmoDecoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.toolbox.model.checkpoint import load_config
@@ -215,6 +218,10 @@ def load_decoder(
 
 def decoder_class(config: ModelConfig) -> type[Decoder]:
     """The decoder that has this shape's parts."""
+    if config.variant is not None:
+        return dict(glm4=Glm4Decoder, olmo=OlmoDecoder)[config.variant]
+    if config.multipliers is not None:
+        return GraniteDecoder
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

@@ -99,7 +99,7 @@ def keep_own_experts(part: Decoder, rank: int, size: int) -> None:
         for index in range(len(moe.experts)):
             if index not in own:
                 moe.experts[index] = Elsewhere()
-        if moe.shared_experts is not None:
+        if config.moe.n_shared_experts:
             shared = config.moe.moe_intermediate_size * config.moe.n_shared_experts
             moe.shared_experts = MLP(config, shared // size)
 

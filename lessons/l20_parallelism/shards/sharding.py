@@ -44,7 +44,12 @@ def local_config(
     check_rank(rank, size)
     vocabulary_rows(config.vocab_size, rank, size)
     heads = _share("num_attention_heads", config.num_attention_heads, size)
+    if config.variant == "olmo" and size > 1:
+        refuse("tensor ranks", size, "1 for OLMo, whose norms of q and k run over all heads")
     moe = config.moe
+    if moe is not None and moe.shared_expert_intermediate_size is not None:
+        name = "shared_expert_intermediate_size"
+        moe = replace(moe, **{name: _share(name, getattr(moe, name), size)})
     if moe is not None and config.mlp_bias:
         refuse("mlp_bias", True, "False in a model with experts, because no family has both")
     if moe is not None and expert_parallel:

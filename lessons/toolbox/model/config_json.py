@@ -137,7 +137,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
             known.pop(name, None)
         elif name != "rope_theta":
             known[name] = _checked_ropes(name, known[name], family)
-    _check_numbers(known)
+    _check_numbers(known, may_be_zero=(*MAY_BE_ZERO, *family.may_be_zero.split()))
     config = _transformers_config(family.read_as or model_type, known)
     _refuse_unread(raw, read, vars(config), NEUTRAL | (family.fixed or {}))
 
@@ -187,14 +187,16 @@ def _transformers_config(model_type: str, known: dict[str, Any]):
 # ---------------------------------------------------------------- what is refused
 
 
-def _check_numbers(content: dict[str, Any], within: str = "") -> None:
+def _check_numbers(
+    content: dict[str, Any], within: str = "", may_be_zero: tuple[str, ...] = MAY_BE_ZERO
+) -> None:
     """Refuse numbers that no model has. transformers checks that a number stands where one must,
     but not that it is positive, and would begin to list the layers of a model with 10¹² of them.
     """
     for key, value in content.items():
         largest = LARGEST.get(key, LARGEST_SIZE)
         if type(value) in (int, float):  # not isinstance, because True is an int
-            fits = 0 < value <= largest or (value == 0 and key in MAY_BE_ZERO)
+            fits = 0 < value <= largest or (value == 0 and key in may_be_zero)
         else:
             fits = value is None or key not in UNTYPED
         if not fits:
