@@ -56,7 +56,7 @@ def test_slices_make_up_every_tensor_and_fit_the_local_decoder(name, expert_para
         is_matrix = len(shape) > 1 and "norm" not in tensor_name
         is_copied = (
             "gate.weight" in tensor_name or "router" in tensor_name or "_a_proj" in tensor_name
-        )
+        ) or tensor_name.endswith("output_gate")
         if is_matrix and not is_copied and not is_kv and "down_proj_bias" not in tensor_name:
             assert counts == {1.0}, tensor_name
 
@@ -112,6 +112,12 @@ def test_what_is_local_and_what_is_not():
         (dict(vocab_size=9), 4, "vocab_size: got 9; accepted: enough tokens for each of 4"),
         (dict(moe=replace(EXPERTS, moe_intermediate_size=6)), 4, "moe_intermediate_size: got 6"),
         (dict(moe=EXPERTS, mlp_bias=True), 2, "mlp_bias: got True"),
+        (
+            dict(moe=replace(EXPERTS, shared_expert_intermediate_size=10)),
+            4,
+            "shared_expert_intermediate_size: got 10; accepted: a multiple of the 4",
+        ),
+        (dict(variant="olmo"), 2, "tensor ranks: got 2; accepted: 1 for OLMo"),
     ],
 )
 def test_shapes_that_cannot_be_cut_are_refused(changes, size, words):

@@ -24,7 +24,7 @@ from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.pipeline import run_stage
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
-from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig
+from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, Multipliers
 
 # 4 heads and 2 KV heads, so that 4 ranks share KV heads; 61 tokens, so that the last rank has fewer
 LLAMA = ModelConfig("llama", 61, 32, 3, 4, 2, 8, 24, 128)
@@ -63,6 +63,14 @@ CONFIGS = {
         sliding_windows=(3, None, 3),
         moe=replace(EXPERTS, are_stacked=True),
     ),
+    "glm4": replace(LLAMA, model_type="glm4", variant="glm4", qkv_bias=True),
+    "granite": replace(
+        LLAMA, model_type="granite", multipliers=Multipliers(3.0, 0.5, 0.4, 2.0), o_bias=True
+    ),
+    "qwen2_moe": replace(
+        LLAMA, model_type="qwen2_moe", moe=replace(EXPERTS, shared_expert_intermediate_size=20)
+    ),
+    "smollm3": replace(LLAMA, model_type="smollm3", no_rope_layers=(1,)),
 }
 
 
