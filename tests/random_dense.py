@@ -9,15 +9,19 @@ import random
 from pathlib import Path
 
 from transformers import (
+    Cohere2Config,
     DeepseekV3Config,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GraniteConfig,
     Olmo2Config,
     Olmo3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 from tests.random_families import random_experts, random_shape
@@ -156,6 +160,46 @@ def kimi_k2() -> DeepseekV3Config:
     )
 
 
+def gemma() -> GemmaConfig:
+    return GemmaConfig(
+        **random_shape(), head_dim=2 * random.randint(3, 9), attention_bias=random.random() < 0.3
+    )
+
+
+def starcoder2() -> Starcoder2Config:
+    shape = random_shape()
+    return Starcoder2Config(
+        norm_epsilon=shape.pop("rms_norm_eps"),
+        **shape,
+        use_bias=random.random() < 0.7,
+        sliding_window=random.choice([None, None, 5]),
+    )
+
+
+def cohere2() -> Cohere2Config:
+    shape = random_shape(attention_bias=random.random() < 0.3)
+    layers = shape["num_hidden_layers"]
+    return Cohere2Config(
+        layer_norm_eps=shape.pop("rms_norm_eps"),
+        **shape,
+        logit_scale=random.choice([0.25, 0.0625, 1.3]) * 4,
+        sliding_window=random.choice([3, 6, 40]),
+        layer_types=random.choice([None, random.choices(KINDS, k=layers)]),
+    )
+
+
+def phi() -> PhiConfig:
+    shape = random_shape()
+    head_dim = random.choice([8, 16, 20])
+    shape["hidden_size"] = shape["num_attention_heads"] * head_dim
+    rope = shape.pop("rope_parameters")
+    return PhiConfig(
+        layer_norm_eps=shape.pop("rms_norm_eps"),
+        **shape,
+        rope_parameters=rope | dict(partial_rotary_factor=random.choice([0.5, 0.4, 1.0])),
+    )
+
+
 def renamed(folder: Path, model_type: str) -> None:
     """The checkpoint in `folder` under another model_type, as its own code would write it."""
     file = folder / "config.json"
@@ -172,6 +216,10 @@ FAMILIES = {
     "glm4_moe": glm4_moe,
     "qwen2_moe": qwen2_moe,
     "kimi_k2": kimi_k2,
+    "gemma": gemma,
+    "starcoder2": starcoder2,
+    "cohere2": cohere2,
+    "phi": phi,
 }
 
 

@@ -8,16 +8,25 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import Glm4Config, GraniteConfig, Olmo3Config, SmolLM3Config
+from transformers import (
+    Cohere2Config,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
+    Olmo3Config,
+    PhiConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, RMSNorm
-from lessons.l02_naive_attention.variants import glm4, granite, olmo
+from lessons.l02_naive_attention.variants import glm4, granite, olmo, parallel, starcoder2
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l06_mla.moe import WeighedMLP
-from lessons.l07_kernel_fusion.fused_decoder import FusedDecoder, fused
+from lessons.l07_kernel_fusion.fused_decoder import PARALLEL, FusedDecoder, fused
 from lessons.toolbox.model import places
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
@@ -63,7 +72,7 @@ def test_random_models_equal_transformers(family, number, tmp_path, monkeypatch)
     prompts = prompts_of(ours)
     check_logits(theirs, ours, prompts)
     twin = fused(ours)
-    assert isinstance(twin, FusedDecoder)
+    assert isinstance(twin, FusedDecoder) == (family not in PARALLEL)
     for one in (twin, packed(twin)):
         check_logits(theirs, one, prompts[:2])
     check_rungs(theirs, ours, prompts, monkeypatch)
@@ -120,7 +129,37 @@ def new_glm4() -> Glm4Config:
     return Glm4Config(**random_shape(**LAYERS, head_dim=16), attention_bias=True)
 
 
+def new_gemma() -> GemmaConfig:
+    return GemmaConfig(**random_shape(**LAYERS), head_dim=12)
+
+
+def new_starcoder2() -> Starcoder2Config:
+    return Starcoder2Config(**with_eps(norm_epsilon=1e-2))
+
+
+def new_cohere2() -> Cohere2Config:
+    """A window in layers 0 and 2, no rotation in layer 1."""
+    return Cohere2Config(
+        **with_eps(layer_norm_eps=1e-2),
+        logit_scale=0.25,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+
+
+def new_phi() -> PhiConfig:
+    return PhiConfig(**with_eps(layer_norm_eps=1e-2))
+
+
+def with_eps(**eps: float) -> dict:
+    """A shape with heads of 12, under the name that a family gives its eps."""
+    shape = random_shape(**LAYERS, hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
+    del shape["rms_norm_eps"]
+    return shape | eps
+
+
 NEW = dict(olmo3=new_olmo3, granite=new_granite, smollm3=new_smollm3, glm4=new_glm4)
+NEW |= dict(gemma=new_gemma, starcoder2=new_starcoder2, cohere2=new_cohere2, phi=new_phi)
 CONFIG = "lessons.toolbox.model.config.ModelConfig"
 VARIANTS = "lessons.l02_naive_attention.variants"
 PLACES = "lessons.toolbox.model.places"
@@ -143,6 +182,12 @@ def in_halves(name, tensor, config):
 def matrices_alone(name, tensor, config):
     """The slip: biases stay where they are."""
     return tensor if name.endswith("bias") else TURNED(name, tensor, config)
+
+
+def in_series(self, x, attend):
+    """The slip: the MLP reads what attention has added."""
+    x = x + self.self_attn(self.input_layernorm(x), attend)
+    return x + self.mlp(self.input_layernorm(x))
 
 
 TURNED = places.turning_last
@@ -195,6 +240,39 @@ SLIPS = {
     "the window everywhere": ("smollm3", f"{CONFIG}.sliding_window", lambda self, layer: 5),
     "pairs taken for halves": ("glm4", LOADED, in_halves),
     "biases of q and k not moved": ("glm4", LOADED, matrices_alone),
+    "weight in place of 1 + weight": (
+        "gemma",
+        f"{VARIANTS}.gemma.GemmaRMSNorm.forward",
+        RMSNorm.forward,
+    ),
+    "SiLU in place of GELU": ("gemma", f"{VARIANTS}.gemma.GeluMLP.forward", MLP.forward),
+    "no GELU": (
+        "starcoder2",
+        f"{VARIANTS}.starcoder2.FeedForward.forward",
+        lambda self, x: self.down_proj(torch.relu(self.up_proj(x))),
+    ),
+    "a norm without the mean": (
+        "starcoder2",
+        "torch.nn.LayerNorm.forward",
+        lambda self, x: torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps),
+    ),
+    "another eps": (
+        "cohere2",
+        "torch.nn.LayerNorm.forward",
+        lambda self, x: torch.nn.functional.layer_norm(x, x.shape[-1:], self.weight, None, 1e-5),
+    ),
+    "one after the other": ("cohere2", f"{VARIANTS}.parallel.ParallelLayer.forward", in_series),
+    "layers without a window rotate": (
+        "cohere2",
+        f"{CONFIG}.has_local_rope",
+        lambda self, layer: False,
+    ),
+    "rotary coordinates first": ("phi", LOADED, lambda name, tensor, config: tensor),
+    "no bias of the last matrix": (
+        "phi",
+        "lessons.l02_naive_attention.decoder.Decoder.logits",
+        lambda self, hidden: hidden @ self.lm_head.weight.T,
+    ),
 }
 
 
@@ -254,7 +332,8 @@ def test_each_decoder_names_the_other(tmp_path):
     with pytest.raises(CheckpointError, match="Decoder lacks: load it with load_decoder"):
         Decoder.from_pretrained(tmp_path)
     plain = ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16)
-    for kind in (granite.GraniteDecoder, glm4.Glm4Decoder, olmo.OlmoDecoder):
+    kinds = [granite.GraniteDecoder, glm4.Glm4Decoder, olmo.OlmoDecoder]
+    for kind in (*kinds, starcoder2.Starcoder2Decoder, parallel.CohereDecoder, parallel.PhiDecoder):
         with pytest.raises(ValueError, match="config: got model_type 'llama'; accepted: one"):
             kind(plain)
 
@@ -287,6 +366,17 @@ def test_each_decoder_names_the_other(tmp_path):
             "shared_expert_intermediate_size",
         ),
         ("qwen2_moe", dict(use_sliding_window=True, sliding_window=None), "sliding_window"),
+        ("gemma", dict(hidden_act="gelu"), "'hidden_act' must be 'gelu_pytorch_tanh', not 'gelu'"),
+        ("gemma", dict(hidden_activation="gelu"), "'hidden_activation' must be 'gelu_pytorch"),
+        ("gemma", dict(use_bidirectional_attention=True), "'use_bidirectional_attention'"),
+        ("starcoder2", dict(norm_type="rms_norm"), "'norm_type' must be 'layer_norm'"),
+        ("starcoder2", dict(norm_epsilon=None), "norm_epsilon"),
+        ("starcoder2", dict(hidden_act="silu"), "'hidden_act' must be 'gelu_pytorch_tanh'"),
+        ("cohere2", dict(logit_scale=0.0), "'logit_scale' must be a positive number"),
+        ("cohere2", dict(use_qk_norm=True), "'use_qk_norm' must be False, not True"),
+        ("cohere2", dict(head_dim=8), "'head_dim' must be 12, not 8"),
+        ("phi", dict(qk_layernorm=True), "'qk_layernorm' must be False, not True"),
+        ("phi", dict(hidden_act="gelu"), "'hidden_act' must be 'gelu_new', not 'gelu'"),
         ("kimi_k2", dict(topk_method="greedy"), "'topk_method' must be 'noaux_tc', not 'greedy'"),
         ("kimi_k2", dict(scoring_func="softmax"), "'scoring_func' must be 'sigmoid'"),
     ],
@@ -325,8 +415,8 @@ def test_what_does_not_fit_together_is_refused():
         ModelConfig(
             "olmo3", 11, 8, 1, 1, 1, 4, 4, 16, rope_local_base_freq=9.0, no_rope_layers=(0,)
         )
-    with pytest.raises(ValueError, match="variant: got 'gemma'; accepted: None, glm4, olmo"):
-        ModelConfig("olmo2", 11, 8, 1, 1, 1, 4, 4, 16, variant="gemma")
+    with pytest.raises(ValueError, match="variant: got 'bert'; accepted: None, cohere2, gem"):
+        ModelConfig("olmo2", 11, 8, 1, 1, 1, 4, 4, 16, variant="bert")
     with pytest.raises(ValueError, match="logits_scaling"):
         Multipliers(logits_scaling=0.0)
     with pytest.raises(ValueError, match="n_shared_experts: got 1; accepted: 0 beside"):

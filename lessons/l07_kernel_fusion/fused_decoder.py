@@ -25,6 +25,8 @@ from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l07_kernel_fusion import stand_ins
 from lessons.toolbox.model.config import ModelConfig
 
+PARALLEL = ("cohere2", "phi")  # variants of which a layer is one junction, not two
+
 
 class Ops(NamedTuple):
     """The fused operations, each with the signature that it has in naive.py."""
@@ -183,13 +185,16 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     passes between them.
 
     ops: default `ops_for(model)`. A fused model is returned as it is; parts of other families, such
-    as Gemma's norms and MLP, stay.
+    as Gemma's norms and MLP, stay, and so do layers whose attention and MLP are side by side.
     Raises ValueError for a decoder whose layers have other norms than lesson 2's, because a
     junction of the residual stream is an addition and an RMSNorm.
     """
     if isinstance(model, FusedDecoder):
         return model
     ops = ops or ops_for(model)
+    parts = {MLP: partial(FusedMLP, ops=ops), Attention: partial(FusedAttention, ops=ops)}
+    if model.config.variant in PARALLEL:
+        return swap(model, parts)
     kinds = {RMSNorm: partial(FusedRMSNorm, ops=ops)}
     kinds |= other_norms(model.config)
     norms = [model.norm]
@@ -201,7 +206,6 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
             f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose "
             "layers have the norms of lessons.l02_naive_attention (decoder.py, variants/)"
         )
-    parts = {MLP: partial(FusedMLP, ops=ops), Attention: partial(FusedAttention, ops=ops)}
     return FusedDecoder(swap(model, kinds | parts))
 
 
@@ -209,7 +213,7 @@ def other_norms(config: ModelConfig) -> dict[type[nn.Module], Callable]:
     """{a norm of lesson 2's variants that the model has: what takes its place}. Imported for the
     few models that have them.
     """
-    if config.norms_after:
+    if config.norms_after or config.variant == "gemma":
         from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm
 
         return {GemmaRMSNorm: AddedNorm}
@@ -217,6 +221,8 @@ def other_norms(config: ModelConfig) -> dict[type[nn.Module], Callable]:
         from lessons.l02_naive_attention.variants.olmo import NoNorm, WideRMSNorm
 
         return {WideRMSNorm: AddedNorm, NoNorm: lambda norm: Addition()}
+    if config.variant == "starcoder2":
+        return {nn.LayerNorm: AddedNorm}
     return {}
 
 

@@ -85,6 +85,12 @@ DEEPSEEK = BASE | dict(
 OLMO3_YARN = dict(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.2
 )
+
+
+def but(raw: dict, *keys: str) -> dict:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": BASE | dict(rope_scaling=LLAMA3, attention_bias=False, mlp_bias=False, head_dim=4),
@@ -136,6 +142,13 @@ CONFIGS = {
     ),
     "deepseek_v2": DEEPSEEK | dict(topk_method="greedy", norm_topk_prob=False),
     "deepseek_v3": DEEPSEEK | dict(scoring_func="sigmoid", norm_topk_prob=True, q_lora_rank=8),
+    "cohere2": but(BASE, "rms_norm_eps")
+    | dict(layer_norm_eps=1e-3, logit_scale=0.5, sliding_window=4, layer_types=LAYER_TYPES),
+    "gemma": but(BASE, "hidden_act", "eos_token_id") | dict(head_dim=8),
+    "phi": but(BASE, "rms_norm_eps", "hidden_act")
+    | dict(layer_norm_eps=1e-3, hidden_size=48, partial_rotary_factor=0.5),
+    "starcoder2": but(BASE, "rms_norm_eps", "hidden_act")
+    | dict(norm_epsilon=1e-3, use_bias=True, sliding_window=8),
     "glm4": BASE | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
     "glm4_moe": BASE
     | dict(
@@ -271,7 +284,8 @@ def save_weights(config: ModelConfig, folder: Path) -> None:
     for name, tensor in state.items():
         parts.setdefault(stored_name(name, config), []).append(tensor)
     prefixed = {f"model.{name}": torch.cat(tensors) for name, tensors in parts.items()}
-    prefixed["lm_head.weight"] = prefixed.pop("model.lm_head.weight")
+    for name in [name for name in prefixed if name.startswith("model.lm_head.")]:
+        prefixed[name.removeprefix("model.")] = prefixed.pop(name)
     save_file(prefixed, folder / "model.safetensors")
 
 

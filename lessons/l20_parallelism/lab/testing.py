@@ -41,6 +41,8 @@ SHARED = replace(EXPERTS, n_shared_experts=2, first_k_dense_replace=1, norm_topk
 GROUPS = replace(SHARED, scoring_func="sigmoid", topk_method="noaux_tc", n_group=4, topk_group=2)
 CAPS = dict(query_pre_attn_scalar=11.0, attn_logit_softcapping=5.0, final_logit_softcapping=5.0)
 
+BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+
 CONFIGS = {
     "llama": LLAMA,
     "llama, tied, mlp_bias": replace(LLAMA, tie_word_embeddings=True, mlp_bias=True),
@@ -70,6 +72,7 @@ CONFIGS = {
     "qwen2_moe": replace(
         LLAMA, model_type="qwen2_moe", moe=replace(EXPERTS, shared_expert_intermediate_size=20)
     ),
+    "phi": replace(LLAMA, model_type="phi", variant="phi", **BIASES),
     "smollm3": replace(LLAMA, model_type="smollm3", no_rope_layers=(1,)),
 }
 

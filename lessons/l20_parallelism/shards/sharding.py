@@ -17,7 +17,7 @@ from dataclasses import replace
 from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 # cut by rows, so that a rank has whole heads, or some of an MLP's inner values with their biases
 HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
 INNER = ("gate_proj", "up_proj")

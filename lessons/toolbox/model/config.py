@@ -18,15 +18,15 @@ SIZES = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_
 FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm norms_after attention_sinks"
 GEMMA_NUMBERS = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_local_base_freq"""
-# modules of lesson 2's variants/, by the families that need them
-VARIANTS = ("glm4", "olmo")
+# who else has parts in lesson 2's variants/; "gemma" is Gemma 1
+VARIANTS = ("cohere2", "gemma", "glm4", "olmo", "phi", "starcoder2")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2/3;
-    Granite 3, which has `multipliers`; OLMo 2/3 and GLM-4, which have a `variant`; Mixtral, Qwen2-
-    and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`;
+    Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 2, Phi and Gemma 1,
+    which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`;
     DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
@@ -60,7 +60,7 @@ class ModelConfig:
     rope_local_base_freq: float | None = None
     no_rope_layers: tuple[int, ...] = ()  # SmolLM3: the layers that do not rotate
     multipliers: Multipliers | None = None  # Granite: the parts of lesson 2's granite.py
-    variant: str | None = None  # one of VARIANTS: the module that has the parts of the family
+    variant: str | None = None  # one of VARIANTS: whose parts its decoder has
     # per layer: how many keys a query sees, itself included; None: all
     sliding_windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()

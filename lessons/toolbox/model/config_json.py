@@ -18,7 +18,7 @@ from lessons.toolbox.model.families import FAMILIES, Family
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
 # strings here, with blanks between the keys.
 NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    max_position_embeddings rms_norm_eps"""
+    max_position_embeddings"""
 OPTIONAL = "num_key_value_heads tie_word_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -125,7 +125,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
         )
     family = FAMILIES[model_type]
     raw = _with_one_name(raw, family.also_called or {})
-    needed = f"{NEEDED} {family.needs}".split()
+    needed = f"{NEEDED} {family.eps} {family.needs}".split()
     for key in needed:
         if key not in raw:
             raise ValueError(f"the key '{key}' is missing")
@@ -150,6 +150,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
     fields = {key: getattr(config, key) for key in NEEDED.split()}
     fields |= dict(
         model_type=model_type,
+        rms_norm_eps=getattr(config, family.eps),
         num_key_value_heads=config.num_key_value_heads,
         head_dim=head_dim or config.hidden_size // config.num_attention_heads,
         rope_theta=_rope_of(config)["rope_theta"],

@@ -1,29 +1,28 @@
-"""The fields of ModelConfig of dense families that came after families.py was full, out of
-transformers' config.
+"""Families without experts that differ from Llama in more than sizes and windows, as families.py has
+the others.
 """
 
 from typing import Any
 
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config_parts import Multipliers
-from lessons.toolbox.model.family_windows import layer_windows, local_rope
+from lessons.toolbox.model.family import Family
+from lessons.toolbox.model.family_windows import layer_windows, local_rope, same_windows
 
 
-def olmo2(config) -> dict[str, Any]:
-    """OLMo 2."""
+def _olmo2(config) -> dict[str, Any]:
     bias = config.attention_bias
     return dict(variant="olmo", qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def olmo3(config) -> dict[str, Any]:
+def _olmo3(config) -> dict[str, Any]:
     """OLMo 3: windows, in whose layers nothing is stretched."""
     rope = local_rope(config)
     own = dict(rope_local_base_freq=rope["rope_theta"], sliding_windows=layer_windows(config))
-    return olmo2(config) | own
+    return _olmo2(config) | own
 
 
-def granite(config) -> dict[str, Any]:
-    """Granite 3."""
+def _granite(config) -> dict[str, Any]:
     multipliers = Multipliers(
         embedding_multiplier=config.embedding_multiplier,
         residual_multiplier=config.residual_multiplier,
@@ -34,8 +33,7 @@ def granite(config) -> dict[str, Any]:
     return dict(multipliers=multipliers, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
 
 
-def smollm3(config) -> dict[str, Any]:
-    """SmolLM3."""
+def _smollm3(config) -> dict[str, Any]:
     flags, layers = config.no_rope_layers, config.num_hidden_layers  # 1: the layer rotates
     if len(flags) != layers or not set(flags) <= {0, 1}:
         raise ValueError(
@@ -52,7 +50,114 @@ def smollm3(config) -> dict[str, Any]:
     return own | dict(qkv_bias=bias, o_bias=bias)
 
 
-def glm4(config) -> dict[str, Any]:
-    """GLM-4."""
+def _glm4(config) -> dict[str, Any]:
     share = config.rope_parameters["partial_rotary_factor"]
     return dict(variant="glm4", qkv_bias=config.attention_bias, partial_rotary_factor=share)
+
+
+def _gemma(config) -> dict[str, Any]:
+    bias = config.attention_bias
+    return dict(variant="gemma", qkv_bias=bias, o_bias=bias)
+
+
+def _starcoder2(config) -> dict[str, Any]:
+    bias = config.use_bias
+    own = dict(variant="starcoder2", sliding_windows=same_windows(config))
+    return own | dict(qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+def _cohere2(config) -> dict[str, Any]:
+    """Cohere 2: layers without a window do not rotate."""
+    windows = layer_windows(config)
+    layers = range(config.num_hidden_layers)
+    multipliers = Multipliers(
+        attention_multiplier=(config.hidden_size // config.num_attention_heads) ** -0.5,
+        logits_scaling=1 / config.logit_scale,
+    )
+    own = dict(variant="cohere2", multipliers=multipliers, sliding_windows=windows)
+    own |= dict(no_rope_layers=tuple(i for i in layers if not windows or windows[i] is None))
+    return own | dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+
+
+def _phi(config) -> dict[str, Any]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    own = dict(variant="phi", partial_rotary_factor=share)
+    return own | dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
+# what the published files say beside the keys that transformers reads
+COHERE2_FIXED = dict(
+    layer_switch=4,
+    order_of_interleaved_layers="local_attn_first",
+    position_embedding_type="rope_gptj",
+    rotary_pct=1.0,
+    use_embedding_sharing=True,
+    use_gated_activation=True,
+    use_parallel_block=True,
+    use_parallel_embedding=False,
+    use_qk_norm=False,
+)
+GLM4_STORED = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj") | {
+    "self_attn.norm_after": "post_self_attn_layernorm",
+    "mlp.norm_after": "post_mlp_layernorm",
+}
+MULTIPLIERS = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
+OLMO_NORMS = {
+    "self_attn.norm_after": "post_attention_layernorm",
+    "mlp.norm_after": "post_feedforward_layernorm",
+}
+
+DENSE = {
+    "cohere2": Family(
+        _cohere2,
+        "sliding_window logit_scale",
+        "attention_bias sliding_window_pattern layer_types",
+        fixed=COHERE2_FIXED,
+        rope_in_pairs=True,
+        eps="layer_norm_eps",
+    ),
+    "gemma": Family(
+        _gemma,
+        "num_key_value_heads head_dim",
+        "attention_bias",
+        fixed=dict(hidden_activation="gelu_pytorch_tanh"),
+    ),
+    "glm4": Family(
+        _glm4,
+        "num_key_value_heads head_dim",
+        "attention_bias partial_rotary_factor",
+        stored_as=GLM4_STORED,
+        rope_in_pairs=True,
+    ),
+    "granite": Family(_granite, MULTIPLIERS, "attention_bias mlp_bias"),
+    "olmo2": Family(_olmo2, "", "attention_bias", stored_as=OLMO_NORMS),
+    "olmo3": Family(
+        _olmo3,
+        "sliding_window",
+        "attention_bias layer_types",
+        rope_types="default yarn",
+        stored_as=OLMO_NORMS,
+        rope_by_layer=True,
+    ),
+    "phi": Family(
+        _phi,
+        "",
+        "partial_rotary_factor",
+        stored_as=dict(o_proj="dense", up_proj="fc1", down_proj="fc2", norm="final_layernorm"),
+        eps="layer_norm_eps",
+    ),
+    "smollm3": Family(
+        _smollm3,
+        "num_key_value_heads",
+        "attention_bias mlp_bias no_rope_layers no_rope_layer_interval use_sliding_window "
+        "sliding_window max_window_layers layer_types",
+    ),
+    "starcoder2": Family(
+        _starcoder2,
+        "num_key_value_heads",
+        "sliding_window use_bias",
+        fixed=dict(mlp_type="default", norm_type="layer_norm", activation_function="gelu"),
+        stored_as=dict(up_proj="c_fc", down_proj="c_proj"),
+        eps="norm_epsilon",
+    ),
+}

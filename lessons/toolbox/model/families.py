@@ -1,13 +1,13 @@
 """Which models the course reads, and how each family's config becomes fields of ModelConfig.
 
 A new family is one row of FAMILIES and one function that gives the fields of its own. The functions
-get transformers' config, whose defaults and types are already in place.
+get transformers' config, whose defaults and types are already in place. dense_families.py and
+expert_families.py have more of both.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from lessons.toolbox.model.dense_families import glm4, granite, olmo2, olmo3, smollm3
+from lessons.toolbox.model.dense_families import DENSE
 from lessons.toolbox.model.expert_families import (
     MLA_SIZES,
     MOE_SIZES,
@@ -19,36 +19,8 @@ from lessons.toolbox.model.expert_families import (
     qwen2_moe,
     qwen3_moe,
 )
+from lessons.toolbox.model.family import Family
 from lessons.toolbox.model.family_windows import layer_windows, local_rope, same_windows
-
-
-class Family(NamedTuple):
-    """How the config.json of one model_type is read. Keys stand in one string, between blanks.
-
-    fields: from transformers' config, the fields of ModelConfig that are the family's own. needs
-    and reads: keys that the file must and may hold, beside those of every family. fixed: the one
-    supported value of keys that transformers does not know. read_as: the model_type whose class
-    reads the file, if it is another one. rope_types: those that its RoPE object may have.
-    also_called: {another name of a key: the key}. stored_as: {part of a tensor's name in the
-    decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
-    object for the layers with a window, and one for the others. rope_in_pairs: whether the rotary
-    coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
-    stand behind the last one, which predict tokens further ahead. may_be_zero: keys at which 0 says
-    that there is none.
-    """
-
-    fields: Callable[[Any], dict[str, Any]]
-    needs: str = ""
-    reads: str = ""
-    fixed: dict[str, Any] | None = None
-    read_as: str = ""
-    rope_types: str = "default linear llama3 yarn"
-    also_called: dict[str, str] | None = None
-    stored_as: dict[str, str] | None = None
-    rope_by_layer: bool = False
-    rope_in_pairs: bool = False
-    predicts_further: bool = False
-    may_be_zero: str = ""
 
 
 def _llama(config) -> dict[str, Any]:
@@ -105,15 +77,6 @@ GEMMA_NORMS = {
 # q, k and v are one matrix, and so are gate and up
 PHI3_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 PHI3_MERGED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
-GLM4_STORED = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj") | {
-    "self_attn.norm_after": "post_self_attn_layernorm",
-    "mlp.norm_after": "post_mlp_layernorm",
-}
-MULTIPLIERS = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
-OLMO_NORMS = {
-    "self_attn.norm_after": "post_attention_layernorm",
-    "mlp.norm_after": "post_feedforward_layernorm",
-}
 # in this order, because the second name is part of the first
 QWEN2_SHARED = {
     "shared_experts.output_gate": "shared_expert_gate.weight",
@@ -202,13 +165,6 @@ FAMILIES = {
         read_as="deepseek_v3",
         predicts_further=True,
     ),
-    "glm4": Family(
-        glm4,
-        "num_key_value_heads head_dim",
-        "attention_bias partial_rotary_factor",
-        stored_as=GLM4_STORED,
-        rope_in_pairs=True,
-    ),
     "glm4_moe": Family(
         glm4_moe,
         f"num_key_value_heads head_dim {MOE_SIZES}",
@@ -216,16 +172,6 @@ FAMILIES = {
         "routed_scaling_factor",
         also_called=dict(num_local_experts="n_routed_experts"),
         predicts_further=True,
-    ),
-    "granite": Family(granite, MULTIPLIERS, "attention_bias mlp_bias"),
-    "olmo2": Family(olmo2, "", "attention_bias", stored_as=OLMO_NORMS),
-    "olmo3": Family(
-        olmo3,
-        "sliding_window",
-        "attention_bias layer_types",
-        rope_types="default yarn",
-        stored_as=OLMO_NORMS,
-        rope_by_layer=True,
     ),
     "qwen2_moe": Family(
         qwen2_moe,
@@ -235,9 +181,4 @@ FAMILIES = {
         stored_as=QWEN2_SHARED,
         may_be_zero="sliding_window",  # as transformers writes a window that is not in use
     ),
-    "smollm3": Family(
-        smollm3,
-        "num_key_value_heads",
-        f"attention_bias mlp_bias no_rope_layers no_rope_layer_interval {WINDOWS}",
-    ),
-}
+} | DENSE
