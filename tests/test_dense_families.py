@@ -27,6 +27,8 @@ from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l06_mla.moe import WeighedMLP
 from lessons.l07_kernel_fusion.fused_decoder import PARALLEL, FusedDecoder, fused
+from lessons.l21_multi_lora.layers import merged
+from lessons.l21_multi_lora.peft.adapters import load_adapter, save_adapter
 from lessons.toolbox.model import places
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
@@ -322,6 +324,21 @@ def test_a_cache_that_grows_keeps_layers_without_rotation(tmp_path):
         assert pool.cos_sin_cache_of(0) is pool.cos_sin_cache_of(2) is pool.cos_sin_cache
         pool.reserve(70)
     assert len(cos) == 8 and len(pool.cos_sin_cache_of(1)) == 128
+
+
+@pytest.mark.parametrize("family", ["glm4", "cohere2", "granite"])
+def test_an_adapter_is_in_the_order_of_the_checkpoint(family, tmp_path):
+    """Merged into ours as PEFT merges it into theirs."""
+    theirs, pairs = saved(family, NEW[family](), tmp_path), {}
+    for name in ("q_proj", "k_proj", "o_proj"):
+        matrix = theirs.get_submodule(f"model.layers.1.self_attn.{name}").weight
+        a, b = torch.randn(4, matrix.shape[1]), torch.randn(matrix.shape[0], 4)
+        pairs[f"layers.1.self_attn.{name}"] = a, b
+        with torch.no_grad():
+            matrix += 2 * b @ a
+    save_adapter(tmp_path / "adapter", pairs, lora_alpha=8)
+    ours = merged(load_decoder(tmp_path), load_adapter(tmp_path / "adapter"))
+    check_logits(theirs, ours, prompts_of(ours))
 
 
 # ---------------------------------------------------------------- what is refused
