@@ -29,6 +29,11 @@ from tests.random_families import random_experts, random_shape
 KINDS = ["sliding_attention", "full_attention"]
 
 
+def any_head_dim() -> dict:
+    """Sometimes another one than hidden_size / heads, under a key that the classes do not name."""
+    return random.choice([{}, {}, dict(head_dim=12)])
+
+
 def yarn(**theta: float) -> dict:
     return dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16) | theta
 
@@ -37,7 +42,7 @@ def olmo2() -> Olmo2Config:
     shape = random_shape(attention_bias=random.random() < 0.3)
     if random.random() < 0.3:
         shape["rope_parameters"] = dict(rope_type="linear", rope_theta=1e4, factor=3.0)
-    return Olmo2Config(**shape)
+    return Olmo2Config(**shape, **any_head_dim())
 
 
 def olmo3() -> Olmo3Config:
@@ -47,6 +52,7 @@ def olmo3() -> Olmo3Config:
     layers = shape["num_hidden_layers"]
     return Olmo3Config(
         **shape,
+        **any_head_dim(),
         sliding_window=random.choice([3, 6, 40]),
         layer_types=random.choice([None, random.choices(KINDS, k=layers)]),
         rope_parameters=dict(
@@ -59,6 +65,7 @@ def olmo3() -> Olmo3Config:
 def granite() -> GraniteConfig:
     return GraniteConfig(
         **random_shape(),
+        **any_head_dim(),
         attention_bias=random.random() < 0.3,
         mlp_bias=random.random() < 0.3,
         embedding_multiplier=random.choice([1.0, 12, 0.3]),
@@ -75,6 +82,7 @@ def smollm3() -> SmolLM3Config:
     layers = shape["num_hidden_layers"]
     return SmolLM3Config(
         **shape,
+        **any_head_dim(),
         no_rope_layers=random.choice([None, random.choices([0, 1], k=layers)]),
         no_rope_layer_interval=random.choice([1, 2, 3, 4]),
         use_sliding_window=random.random() < 0.5,
@@ -121,6 +129,7 @@ def qwen2_moe(chosen: int | None = None) -> Qwen2MoeConfig:
     experts, chosen = random_experts(chosen)
     return Qwen2MoeConfig(
         **random_shape(),
+        **any_head_dim(),
         num_experts=experts,
         num_experts_per_tok=chosen,
         moe_intermediate_size=random.randint(5, 30),
@@ -171,6 +180,7 @@ def starcoder2() -> Starcoder2Config:
     return Starcoder2Config(
         norm_epsilon=shape.pop("rms_norm_eps"),
         **shape,
+        **any_head_dim(),
         use_bias=random.random() < 0.7,
         sliding_window=random.choice([None, None, 5]),
     )

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Cohere2Config,
     GemmaConfig,
@@ -404,6 +405,68 @@ def test_wrong_value_is_named(family, changes, named, tmp_path):
         renamed(tmp_path, family)
     load_config(tmp_path)
     assert named in refusal(tmp_path, **changes)
+
+
+# What the published files hold beside the shape: keys that the decoders need not read.
+PUBLISHED = {
+    "cohere2": dict(
+        cache_implementation="hybrid",
+        layer_switch=4,
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_embedding_sharing=True,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_parallel_embedding=False,
+        use_qk_norm=False,
+    ),
+    "gemma": dict(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh"),
+    "glm4_moe": dict(num_nextn_predict_layers=1, rope_scaling=None),
+    "kimi_k2": dict(
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        aux_loss_alpha=0.001,
+        ep_size=1,
+        moe_layer_freq=1,
+        num_nextn_predict_layers=0,
+        pretraining_tp=1,
+        scoring_func="sigmoid",
+        seq_aux=True,
+        topk_method="noaux_tc",
+    ),
+    "phi": dict(embd_pdrop=0.0, resid_pdrop=0.1, qk_layernorm=False),
+    "qwen2_moe": dict(output_router_logits=False, router_aux_loss_coef=0.001),
+    "smollm3": dict(max_window_layers=28, pretraining_tp=2, rope_scaling=None),
+    "starcoder2": dict(
+        activation_function="gelu",
+        embedding_dropout=0.1,
+        mlp_type="default",
+        norm_type="layer_norm",
+        residual_dropout=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_what_published_files_hold_beside_the_shape_changes_nothing(family, tmp_path):
+    config_of(family).save_pretrained(tmp_path)
+    if family == "kimi_k2":
+        renamed(tmp_path, family)
+    file = tmp_path / "config.json"
+    raw, before = json.loads(file.read_text()), load_config(tmp_path)
+    file.write_text(json.dumps(raw | PUBLISHED[family]))
+    assert load_config(tmp_path) == before
+
+
+def test_layers_that_predict_further_are_left_out(tmp_path):
+    """GLM-4.5 has one behind its last layer."""
+    theirs = saved("glm4_moe", config_of("glm4_moe"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, count = load_file(file), theirs.config.num_hidden_layers
+    tensors[f"model.layers.{count}.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, file, metadata=dict(format="pt"))
+    ours = load_decoder(tmp_path)
+    check_logits(theirs, ours, prompts_of(ours, lengths=(9,)))
 
 
 def test_older_dialect_of_olmo3_reads_the_same(tmp_path):

@@ -26,8 +26,9 @@ VARIANTS = ("cohere2", "gemma", "glm4", "olmo", "phi", "starcoder2")
 class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2/3;
     Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 2, Phi and Gemma 1,
-    which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`;
-    DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and `moe`.
+    which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
+    which has `moe` and `attention_sinks`; DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and
+    `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.

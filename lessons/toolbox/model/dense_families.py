@@ -129,12 +129,12 @@ DENSE = {
         stored_as=GLM4_STORED,
         rope_in_pairs=True,
     ),
-    "granite": Family(_granite, MULTIPLIERS, "attention_bias mlp_bias"),
-    "olmo2": Family(_olmo2, "", "attention_bias", stored_as=OLMO_NORMS),
+    "granite": Family(_granite, MULTIPLIERS, "head_dim attention_bias mlp_bias"),
+    "olmo2": Family(_olmo2, "", "head_dim attention_bias", stored_as=OLMO_NORMS),
     "olmo3": Family(
         _olmo3,
         "sliding_window",
-        "attention_bias layer_types",
+        "head_dim attention_bias layer_types",
         rope_types="default yarn",
         stored_as=OLMO_NORMS,
         rope_by_layer=True,
@@ -142,20 +142,20 @@ DENSE = {
     "phi": Family(
         _phi,
         "",
-        "partial_rotary_factor",
+        "head_dim partial_rotary_factor",
         stored_as=dict(o_proj="dense", up_proj="fc1", down_proj="fc2", norm="final_layernorm"),
         eps="layer_norm_eps",
     ),
     "smollm3": Family(
         _smollm3,
         "num_key_value_heads",
-        "attention_bias mlp_bias no_rope_layers no_rope_layer_interval use_sliding_window "
+        "head_dim attention_bias mlp_bias no_rope_layers no_rope_layer_interval use_sliding_window "
         "sliding_window max_window_layers layer_types",
     ),
     "starcoder2": Family(
         _starcoder2,
         "num_key_value_heads",
-        "sliding_window use_bias",
+        "head_dim sliding_window use_bias",
         fixed=dict(mlp_type="default", norm_type="layer_norm", activation_function="gelu"),
         stored_as=dict(up_proj="c_fc", down_proj="c_proj"),
         eps="norm_epsilon",

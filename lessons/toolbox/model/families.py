@@ -176,7 +176,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         qwen2_moe,
         f"{QWEN3_EXPERTS} shared_expert_intermediate_size",
-        f"qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
+        f"head_dim qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
         also_called=dict(num_local_experts="num_experts"),
         stored_as=QWEN2_SHARED,
         may_be_zero="sliding_window",  # as transformers writes a window that is not in use
