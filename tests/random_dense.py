@@ -200,13 +200,13 @@ def cohere2() -> Cohere2Config:
 
 def phi() -> PhiConfig:
     shape = random_shape()
-    head_dim = random.choice([8, 16, 20])
+    head_dim, share = random.choice([(8, 0.5), (16, 0.25), (20, 0.4), (12, 1.0)])
     shape["hidden_size"] = shape["num_attention_heads"] * head_dim
     rope = shape.pop("rope_parameters")
     return PhiConfig(
         layer_norm_eps=shape.pop("rms_norm_eps"),
         **shape,
-        rope_parameters=rope | dict(partial_rotary_factor=random.choice([0.5, 0.4, 1.0])),
+        rope_parameters=rope | dict(partial_rotary_factor=share),
     )
 
 

@@ -1,4 +1,4 @@
-"""Families without experts that differ from Llama in more than sizes and windows, as families.py has
+"""Families without experts that differ from Llama in more than sizes and windows. families.py has
 the others.
 """
 

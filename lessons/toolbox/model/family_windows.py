@@ -1,4 +1,4 @@
-"""Families whose layers differ in the keys that they see: what transformers' config says of each."""
+"""Families whose layers differ in the keys that they see: what the config says of each layer."""
 
 from typing import Any
 
