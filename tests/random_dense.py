@@ -10,10 +10,12 @@ from pathlib import Path
 
 from transformers import (
     Cohere2Config,
+    CohereConfig,
     DeepseekV3Config,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
     GraniteConfig,
     Olmo2Config,
     Olmo3Config,
@@ -96,6 +98,12 @@ def partial_rope(shape: dict) -> dict:
     return dict(
         head_dim=random.choice([8, 16, 24]), rope_parameters=shape.pop("rope_parameters") | share
     )
+
+
+def glm() -> GlmConfig:
+    shape = random_shape()
+    partial = partial_rope(shape)
+    return GlmConfig(**shape, **partial, attention_bias=random.random() < 0.7)
 
 
 def glm4() -> Glm4Config:
@@ -186,6 +194,13 @@ def starcoder2() -> Starcoder2Config:
     )
 
 
+def cohere() -> CohereConfig:
+    shape = random_shape(attention_bias=random.random() < 0.3)
+    return CohereConfig(
+        layer_norm_eps=shape.pop("rms_norm_eps"), **shape, logit_scale=random.choice([1.0, 0.3])
+    )
+
+
 def cohere2() -> Cohere2Config:
     shape = random_shape(attention_bias=random.random() < 0.3)
     layers = shape["num_hidden_layers"]
@@ -222,12 +237,14 @@ FAMILIES = {
     "olmo3": olmo3,
     "granite": granite,
     "smollm3": smollm3,
+    "glm": glm,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
     "qwen2_moe": qwen2_moe,
     "kimi_k2": kimi_k2,
     "gemma": gemma,
     "starcoder2": starcoder2,
+    "cohere": cohere,
     "cohere2": cohere2,
     "phi": phi,
 }

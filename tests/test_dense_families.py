@@ -75,7 +75,7 @@ def test_random_models_equal_transformers(family, number, tmp_path, monkeypatch)
     prompts = prompts_of(ours)
     check_logits(theirs, ours, prompts)
     twin = fused(ours)
-    assert isinstance(twin, FusedDecoder) == (family not in PARALLEL)
+    assert isinstance(twin, FusedDecoder) == (ours.config.variant not in PARALLEL)
     for one in (twin, packed(twin)):
         check_logits(theirs, one, prompts[:2])
     check_rungs(theirs, ours, prompts, monkeypatch)
@@ -390,6 +390,7 @@ def test_each_decoder_names_the_other(tmp_path):
         ("starcoder2", dict(norm_type="rms_norm"), "'norm_type' must be 'layer_norm'"),
         ("starcoder2", dict(norm_epsilon=None), "norm_epsilon"),
         ("starcoder2", dict(hidden_act="silu"), "'hidden_act' must be 'gelu_pytorch_tanh'"),
+        ("cohere", dict(use_qk_norm=True), "'use_qk_norm' must be False, not True"),
         ("cohere2", dict(logit_scale=0.0), "'logit_scale' must be a positive number"),
         ("cohere2", dict(use_qk_norm=True), "'use_qk_norm' must be False, not True"),
         ("cohere2", dict(head_dim=8), "'head_dim' must be 12, not 8"),
@@ -495,7 +496,7 @@ def test_what_does_not_fit_together_is_refused():
         ModelConfig(
             "olmo3", 11, 8, 1, 1, 1, 4, 4, 16, rope_local_base_freq=9.0, no_rope_layers=(0,)
         )
-    with pytest.raises(ValueError, match="variant: got 'bert'; accepted: None, cohere2, gem"):
+    with pytest.raises(ValueError, match="variant: got 'bert'; accepted: None, cohere, gem"):
         ModelConfig("olmo2", 11, 8, 1, 1, 1, 4, 4, 16, variant="bert")
     with pytest.raises(ValueError, match="logits_scaling"):
         Multipliers(logits_scaling=0.0)

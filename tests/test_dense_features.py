@@ -20,6 +20,7 @@ LAYER_NORM = dict(rms_norm_eps=None, mlp_bias=None, attention_bias=None, head_di
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 FAMILIES = {
     "cohere2": LAYER_NORM | MIXED | dict(layer_norm_eps=1e-5, logit_scale=0.25),
+    "cohere": LAYER_NORM | dict(layer_norm_eps=1e-5, logit_scale=0.25),
     "gemma": dict(hidden_act=None, mlp_bias=None),
     "glm4": HALF | dict(attention_bias=True, mlp_bias=None),
     "glm4_moe": HALF

@@ -211,7 +211,7 @@ class DeepseekDecoder(Decoder):
 
 
 OF_VARIANT = {
-    "cohere2": CohereDecoder,
+    "cohere": CohereDecoder,
     "gemma": GemmaDecoder,
     "glm4": Glm4Decoder,
     "olmo": OlmoDecoder,

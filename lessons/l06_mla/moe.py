@@ -88,10 +88,8 @@ class WeighedMLP(MLP):
 def new_shared_experts(config: ModelConfig) -> MLP | None:
     """What every token passes: the shared experts side by side, one that is weighed, or None."""
     moe = config.moe
-    if moe.shared_expert_intermediate_size is not None:
-        return WeighedMLP(config, moe.shared_expert_intermediate_size)
-    width = moe.moe_intermediate_size * moe.n_shared_experts
-    return MLP(config, width) if width else None
+    kind = MLP if moe.shared_expert_intermediate_size is None else WeighedMLP
+    return kind(config, moe.shared_width) if moe.shared_width else None
 
 
 class MoE(nn.Module):

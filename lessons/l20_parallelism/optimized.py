@@ -100,8 +100,7 @@ def keep_own_experts(part: Decoder, rank: int, size: int) -> None:
             if index not in own:
                 moe.experts[index] = Elsewhere()
         if config.moe.n_shared_experts:
-            shared = config.moe.moe_intermediate_size * config.moe.n_shared_experts
-            moe.shared_experts = MLP(config, shared // size)
+            moe.shared_experts = MLP(config, config.moe.shared_width // size)
 
 
 def finish(

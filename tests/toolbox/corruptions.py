@@ -144,6 +144,8 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK | dict(scoring_func="sigmoid", norm_topk_prob=True, q_lora_rank=8),
     "cohere2": but(BASE, "rms_norm_eps")
     | dict(layer_norm_eps=1e-3, logit_scale=0.5, sliding_window=4, layer_types=LAYER_TYPES),
+    "cohere": but(BASE, "rms_norm_eps") | dict(layer_norm_eps=1e-3, logit_scale=0.5),
+    "glm": BASE | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
     "gemma": but(BASE, "hidden_act", "eos_token_id") | dict(head_dim=8),
     "phi": but(BASE, "rms_norm_eps", "hidden_act")
     | dict(layer_norm_eps=1e-3, hidden_size=48, partial_rotary_factor=0.5),

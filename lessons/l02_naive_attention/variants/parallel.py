@@ -1,10 +1,10 @@
-"""Layers whose attention and MLP read the same normed input, side by side: Cohere's Command R7B and
-Microsoft's Phi-1, 1.5 and 2.
+"""Layers whose attention and MLP read the same normed input, side by side: Cohere's Command R and
+R7B, and Microsoft's Phi-1, 1.5 and 2.
 
     out = x + attention(norm(x)) + MLP(norm(x))
 
-- Cohere 2: a LayerNorm without bias, logits times a number, and layers without a window do not
-  rotate, which is `attend`'s business.
+- Cohere: a LayerNorm without bias, and logits times a number. Layers of Cohere 2 without a window
+  do not rotate, which is `attend`'s business.
 - Phi: a LayerNorm and an MLP without gate, as StarCoder 2 has them, and a bias everywhere, the last
   matrix included.
 
@@ -36,7 +36,7 @@ class ParallelLayer(DecoderLayer):
 
 
 class CohereDecoder(Decoder):
-    """Command R7B: parallel layers with lesson 2's attention and MLP."""
+    """Command R and R7B: parallel layers with lesson 2's attention and MLP."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -48,7 +48,7 @@ class CohereDecoder(Decoder):
 
     def new_layer(self, index: int) -> DecoderLayer:
         config = self.config
-        check_variant(config, "cohere2")
+        check_variant(config, "cohere")
         norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps, bias=False)
         return ParallelLayer(config, norm)
 

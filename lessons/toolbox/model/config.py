@@ -19,13 +19,13 @@ FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm norms_after attent
 GEMMA_NUMBERS = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_local_base_freq"""
 # who else has parts in lesson 2's variants/; "gemma" is Gemma 1
-VARIANTS = ("cohere2", "gemma", "glm4", "olmo", "phi", "starcoder2")
+VARIANTS = ("cohere", "gemma", "glm4", "olmo", "phi", "starcoder2")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2/3;
-    Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 2, Phi and Gemma 1,
+    Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 1/2, Phi and Gemma 1,
     which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
     which has `moe` and `attention_sinks`; DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and
     `moe`.

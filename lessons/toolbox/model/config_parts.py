@@ -56,8 +56,6 @@ class MoEConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     n_shared_experts: int = 0  # run for every token, beside the chosen ones
-    # Qwen2-MoE: the width of one shared expert, whose output a gate weighs
-    shared_expert_intermediate_size: int | None = None
     first_k_dense_replace: int = 0  # so many layers at the start have an ordinary MLP
     # of the others, those whose index divides by this have experts
     moe_layer_freq: int = 1
@@ -70,6 +68,8 @@ class MoEConfig:
     # layers of Qwen3-MoE that have an ordinary MLP, wherever they stand
     dense_layers: tuple[int, ...] = ()
     routed_scaling_factor: float = 1.0
+    # Qwen2-MoE: the width of one shared expert, whose output a gate weighs
+    shared_expert_intermediate_size: int | None = None
 
     def __post_init__(self):
         check_whole(**named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
@@ -107,6 +107,12 @@ class MoEConfig:
     @property
     def group_size(self) -> int:
         return self.n_routed_experts // self.n_group
+
+    @property
+    def shared_width(self) -> int:
+        """Inner values of the MLP that every token passes beside its experts; 0: there is none."""
+        side_by_side = self.n_shared_experts * self.moe_intermediate_size
+        return self.shared_expert_intermediate_size or side_by_side
 
     def has_experts(self, layer: int) -> bool:
         """Whether `layer` has experts rather than one MLP."""

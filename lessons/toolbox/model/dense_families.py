@@ -50,9 +50,13 @@ def _smollm3(config) -> dict[str, Any]:
     return own | dict(qkv_bias=bias, o_bias=bias)
 
 
-def _glm4(config) -> dict[str, Any]:
+def _glm(config) -> dict[str, Any]:
     share = config.rope_parameters["partial_rotary_factor"]
-    return dict(variant="glm4", qkv_bias=config.attention_bias, partial_rotary_factor=share)
+    return dict(qkv_bias=config.attention_bias, partial_rotary_factor=share)
+
+
+def _glm4(config) -> dict[str, Any]:
+    return _glm(config) | dict(variant="glm4")
 
 
 def _gemma(config) -> dict[str, Any]:
@@ -66,17 +70,20 @@ def _starcoder2(config) -> dict[str, Any]:
     return own | dict(qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
-def _cohere2(config) -> dict[str, Any]:
-    """Cohere 2: layers without a window do not rotate."""
-    windows = layer_windows(config)
-    layers = range(config.num_hidden_layers)
+def _cohere(config) -> dict[str, Any]:
     multipliers = Multipliers(
         attention_multiplier=(config.hidden_size // config.num_attention_heads) ** -0.5,
         logits_scaling=1 / config.logit_scale,
     )
-    own = dict(variant="cohere2", multipliers=multipliers, sliding_windows=windows)
-    own |= dict(no_rope_layers=tuple(i for i in layers if not windows or windows[i] is None))
-    return own | dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+    bias = config.attention_bias
+    return dict(variant="cohere", multipliers=multipliers, qkv_bias=bias, o_bias=bias)
+
+
+def _cohere2(config) -> dict[str, Any]:
+    """Cohere 2: layers without a window do not rotate."""
+    windows, layers = layer_windows(config), range(config.num_hidden_layers)
+    unrotated = tuple(i for i in layers if not windows or windows[i] is None)
+    return _cohere(config) | dict(sliding_windows=windows, no_rope_layers=unrotated)
 
 
 def _phi(config) -> dict[str, Any]:
@@ -97,7 +104,8 @@ COHERE2_FIXED = dict(
     use_parallel_embedding=False,
     use_qk_norm=False,
 )
-GLM4_STORED = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj") | {
+GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+GLM4_STORED = GATE_UP | {
     "self_attn.norm_after": "post_self_attn_layernorm",
     "mlp.norm_after": "post_mlp_layernorm",
 }
@@ -108,6 +116,9 @@ OLMO_NORMS = {
 }
 
 DENSE = {
+    "cohere": Family(
+        _cohere, "logit_scale", "attention_bias", rope_in_pairs=True, eps="layer_norm_eps"
+    ),
     "cohere2": Family(
         _cohere2,
         "sliding_window logit_scale",
@@ -121,6 +132,13 @@ DENSE = {
         "num_key_value_heads head_dim",
         "attention_bias",
         fixed=dict(hidden_activation="gelu_pytorch_tanh"),
+    ),
+    "glm": Family(
+        _glm,
+        "num_key_value_heads head_dim",
+        "attention_bias partial_rotary_factor",
+        stored_as=GATE_UP,
+        rope_in_pairs=True,
     ),
     "glm4": Family(
         _glm4,
