@@ -69,6 +69,7 @@ CONFIGS = {
     "granite": replace(
         LLAMA, model_type="granite", multipliers=Multipliers(3.0, 0.5, 0.4, 2.0), o_bias=True
     ),
+    "olmo2": replace(LLAMA, model_type="olmo2", variant="olmo", qk_norm=True),
     "qwen2_moe": replace(
         LLAMA, model_type="qwen2_moe", moe=replace(EXPERTS, shared_expert_intermediate_size=20)
     ),

@@ -44,8 +44,6 @@ def local_config(
     check_rank(rank, size)
     vocabulary_rows(config.vocab_size, rank, size)
     heads = _share("num_attention_heads", config.num_attention_heads, size)
-    if config.variant == "olmo" and size > 1:
-        refuse("tensor ranks", size, "1 for OLMo, whose norms of q and k run over all heads")
     moe = config.moe
     if moe is not None and moe.shared_expert_intermediate_size is not None:
         name = "shared_expert_intermediate_size"
@@ -150,6 +148,8 @@ def slices_of(
     kept = [slice(0, length) for length in shape]
     part, _, kind = name.rpartition(".")
     part = part.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    if config.variant == "olmo":  # whose norms of q and k run over all heads
+        part = dict(q_norm="q_proj", k_norm="k_proj").get(part, part)
     is_routed = ".experts." in name
     if name in VOCABULARY:
         rows = vocabulary_rows(shape[0], rank, size)
