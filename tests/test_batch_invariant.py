@@ -12,7 +12,7 @@ import torch
 from lessons.l18_weight_quantization.linear import quantized
 from lessons.l18_weight_quantization.naive import round_to_nearest
 from lessons.l25_one_step_ahead.same_bits import attention, linear
-from lessons.toolbox.model.config import MLAConfig, MoEConfig
+from lessons.toolbox.model.config import MLAConfig, MoEConfig, Multipliers
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
 from reference.engine.sampling_params import SamplingParams
@@ -133,6 +133,8 @@ def test_a_feature_without_a_fixed_order_is_refused(how, name):
     "changed, name",
     [
         (dict(attn_logit_softcapping=30.0), "a soft cap or sinks"),
+        (dict(final_logit_softcapping=30.0), "logits that are capped or divided"),
+        (dict(multipliers=Multipliers()), "logits that are capped or divided"),
         (dict(moe=MoEConfig(4, 2, 16)), "experts"),
         (dict(mla=MLAConfig(None, 8, 4, 4, 8)), "latent attention"),
     ],

@@ -36,6 +36,7 @@ from lessons.toolbox.model.config import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
+    Multipliers,
     RopeScaling,
 )
 from reference.engine.model import load_model
@@ -156,6 +157,7 @@ ENTRIES = {
         | dict.fromkeys(["rms_norm_eps", "rope_theta"], "1.5|2**63")
         | dict.fromkeys(GEMMA_NUMBERS.split(), "None|1.5|2**63")
         | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0", sliding_windows="None")
+        | dict(multipliers="None", variant="None")
         | dict(quantization_config="None"),
     ),
     "RopeScaling": Entry(
@@ -173,8 +175,11 @@ ENTRIES = {
         MoEConfig,
         vars(EXPERTS),
         dict(n_shared_experts="0", first_k_dense_replace="0", norm_topk_prob="True|False")
-        | dict(are_stacked="True|False")
+        | dict(are_stacked="True|False", shared_expert_intermediate_size="None")
         | dict(routed_scaling_factor="1.5|2**63"),
+    ),
+    "Multipliers": Entry(
+        Multipliers, vars(Multipliers()), dict.fromkeys(vars(Multipliers()), "1.5|2**63")
     ),
 }
 GENERATES = {

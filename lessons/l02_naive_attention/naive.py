@@ -218,7 +218,7 @@ def whole_sequence(model: Decoder, num_tokens: int, attention: Callable = attent
     positions = torch.arange(num_tokens, device=model.device)
     everywhere = rotation(config, positions, model.dtype)
     local = everywhere
-    if config.rope_local_base_freq is not None:
+    if config.has_two_ropes:
         local = rotation(config.local_rope, positions, model.dtype)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

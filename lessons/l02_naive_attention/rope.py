@@ -86,8 +86,10 @@ def new_cos_sin_cache(
 def new_local_cos_sin_cache(
     config: ModelConfig, num_positions: int, device: torch.device | str = "cpu"
 ) -> Tensor | None:
-    """The table of the layers that have a window, where these rotate otherwise (Gemma 3)."""
-    if config.rope_local_base_freq is None:
+    """The table of the layers that rotate otherwise than the others (those of Gemma 3 that have a
+    window), or not at all (some of SmolLM3's).
+    """
+    if not config.has_two_ropes:
         return None
     return new_cos_sin_cache(config.local_rope, num_positions, device)
 
@@ -124,6 +126,8 @@ def rope_inv_freq(
     if scaling is not None and scaling.rope_type == "longrope":
         factors = scaling.long_factor if is_long else scaling.short_factor
         inv_freq = inv_freq / torch.tensor(factors)
+    elif scaling is not None and scaling.rope_type == "none":
+        inv_freq = torch.zeros_like(inv_freq)  # cos 1 and sin 0 at every position
     elif scaling is not None:
         keep = _kept_share(inv_freq, config.rope_theta, dim, scaling)
         inv_freq = (1 - keep) * inv_freq / scaling.factor + keep * inv_freq

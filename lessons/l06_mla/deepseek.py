@@ -25,6 +25,11 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSNorm, swap
 from lessons.l02_naive_attention.variants.gemma import GemmaDecoder
+from lessons.l02_naive_attention.variants.glm4 import Glm4Decoder
+from lessons.l02_naive_attention.variants.granite import GraniteDecoder
+from lessons.l02_naive_attention.variants.olmo import OlmoDecoder
+from lessons.l02_naive_attention.variants.parallel import CohereDecoder, PhiDecoder
+from lessons.l02_naive_attention.variants.starcoder2 import Starcoder2Decoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.toolbox.model.checkpoint import load_config
@@ -205,6 +210,16 @@ class DeepseekDecoder(Decoder):
         return DecoderLayer(config, MLAttention(config), mlp)
 
 
+OF_VARIANT = {
+    "cohere": CohereDecoder,
+    "gemma": GemmaDecoder,
+    "glm4": Glm4Decoder,
+    "olmo": OlmoDecoder,
+    "phi": PhiDecoder,
+    "starcoder2": Starcoder2Decoder,
+}
+
+
 def load_decoder(
     name_or_path: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
@@ -215,6 +230,10 @@ def load_decoder(
 
 def decoder_class(config: ModelConfig) -> type[Decoder]:
     """The decoder that has this shape's parts."""
+    if config.variant is not None:
+        return OF_VARIANT[config.variant]
+    if config.multipliers is not None:
+        return GraniteDecoder
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

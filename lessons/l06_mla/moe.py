@@ -1,7 +1,8 @@
 """A mixture of experts in place of an MLP: a router chooses a few MLPs for each token, and only
 those run.
 
-Nothing here depends on attention; DeepSeek, Mixtral and Qwen3-MoE need it to be loaded at all.
+Nothing here depends on attention; DeepSeek, Mixtral, Qwen's mixtures and GLM-4.5 need it to be
+loaded at all.
 A readable loop over experts, not a fast one: each expert gathers its tokens, runs, and adds its
 share. Lesson 23 runs all of them at once, and spreads them over devices.
 
@@ -73,6 +74,24 @@ class Router(nn.Module):
         return kept.repeat_interleave(self.config.group_size, dim=-1)
 
 
+class WeighedMLP(MLP):
+    """A shared expert whose output each token weighs by a sigmoid of its own (Qwen2-MoE)."""
+
+    def __init__(self, config: ModelConfig, intermediate_size: int):
+        super().__init__(config, intermediate_size)
+        self.output_gate = nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        return (x @ self.output_gate.T).sigmoid() * super().forward(x)
+
+
+def new_shared_experts(config: ModelConfig) -> MLP | None:
+    """What every token passes: the shared experts side by side, one that is weighed, or None."""
+    moe = config.moe
+    kind = MLP if moe.shared_expert_intermediate_size is None else WeighedMLP
+    return kind(config, moe.shared_width) if moe.shared_width else None
+
+
 class MoE(nn.Module):
     """Routed experts, and shared ones that every token passes. Parameters are named as in the
     checkpoints on the hub.
@@ -87,11 +106,7 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, moe.moe_intermediate_size) for _ in range(moe.n_routed_experts)
         )
-        self.shared_experts = (
-            MLP(config, moe.moe_intermediate_size * moe.n_shared_experts)
-            if moe.n_shared_experts
-            else None
-        )
+        self.shared_experts = new_shared_experts(config)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         weights, chosen = self.gate(x)
@@ -108,7 +123,9 @@ class MoE(nn.Module):
 
 
 class MoEDecoder(Decoder):
-    """Mixtral or Qwen3-MoE: lesson 2's decoder, with experts in place of the MLP of most layers."""
+    """Mixtral, Qwen2- and Qwen3-MoE, GLM-4.5: lesson 2's decoder, with experts in place of the MLP
+    of most layers.
+    """
 
     def new_layer(self, index: int) -> DecoderLayer:
         config = self.config

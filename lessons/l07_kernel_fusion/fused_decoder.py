@@ -23,6 +23,9 @@ from lessons.l03_kv_cache.cache import AttentionOps
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l07_kernel_fusion import stand_ins
+from lessons.toolbox.model.config import ModelConfig
+
+PARALLEL = ("cohere", "phi")  # variants of which a layer is one junction, not two
 
 
 class Ops(NamedTuple):
@@ -73,8 +76,8 @@ class FusedRMSNorm(nn.Module):
 
 
 class AddedNorm(nn.Module):
-    """A norm that the kernels do not compute (Gemma's), in the place of a FusedRMSNorm: it adds,
-    then norms.
+    """A norm that the kernels do not compute (Gemma's, OLMo's), in the place of a FusedRMSNorm: it
+    adds, then norms.
     """
 
     def __init__(self, norm: RMSNorm):
@@ -142,8 +145,11 @@ def run_layers(layers: Sequence[nn.Module], last_norm, x: Tensor, attend: Attend
     return normed
 
 
-class Addition:
-    """Where a stage of some layers ends: the last branch is added, and nothing is normed."""
+class Addition(nn.Module):
+    """Where nothing is normed: where a stage of some layers ends, and where OLMo has no norm."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
+        return x
 
     def after_adding(self, branch: Tensor, residual: Tensor) -> Tensor:
         """residual += branch, in place; returns it. Both: [T, hidden_size]."""
@@ -178,18 +184,19 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     """A twin of `model`, for inference: the same weights (shared, not copied), fewer and shorter
     passes between them.
 
-    ops: default `ops_for(model)`. A fused model is returned as it is; Gemma's norms and MLP stay.
+    ops: default `ops_for(model)`. A fused model is returned as it is; parts of other families, such
+    as Gemma's norms and MLP, stay, and so do layers whose attention and MLP are side by side.
     Raises ValueError for a decoder whose layers have other norms than lesson 2's, because a
     junction of the residual stream is an addition and an RMSNorm.
     """
     if isinstance(model, FusedDecoder):
         return model
     ops = ops or ops_for(model)
+    parts = {MLP: partial(FusedMLP, ops=ops), Attention: partial(FusedAttention, ops=ops)}
+    if model.config.variant in PARALLEL:
+        return swap(model, parts)
     kinds = {RMSNorm: partial(FusedRMSNorm, ops=ops)}
-    if model.config.norms_after:
-        from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm  # few models have it
-
-        kinds[GemmaRMSNorm] = AddedNorm
+    kinds |= other_norms(model.config)
     norms = [model.norm]
     for index in model.stage_layers:
         layer = model.layers[index]
@@ -197,10 +204,26 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
     if strange := [type(norm).__name__ for norm in norms if type(norm) not in kinds]:
         raise ValueError(
             f"model: got {type(model).__name__} with {strange[0]}; accepted: a decoder whose "
-            "layers have the norms of lessons.l02_naive_attention (decoder.py, gemma.py)"
+            "layers have the norms of lessons.l02_naive_attention (decoder.py, variants/)"
         )
-    parts = {MLP: partial(FusedMLP, ops=ops), Attention: partial(FusedAttention, ops=ops)}
     return FusedDecoder(swap(model, kinds | parts))
+
+
+def other_norms(config: ModelConfig) -> dict[type[nn.Module], Callable]:
+    """{a norm of lesson 2's variants that the model has: what takes its place}. Imported for the
+    few models that have them.
+    """
+    if config.norms_after or config.variant == "gemma":
+        from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm
+
+        return {GemmaRMSNorm: AddedNorm}
+    if config.variant == "olmo":
+        from lessons.l02_naive_attention.variants.olmo import NoNorm, WideRMSNorm
+
+        return {WideRMSNorm: AddedNorm, NoNorm: lambda norm: Addition()}
+    if config.variant == "starcoder2":
+        return {nn.LayerNorm: AddedNorm}
+    return {}
 
 
 def grouped_attention() -> AttentionOps:

@@ -28,6 +28,7 @@ from lessons.l20_parallelism.pipeline import split_layers
 from lessons.l20_parallelism.processes.mesh import Links
 from lessons.l20_parallelism.shards.layers import (
     Elsewhere,
+    NormOverRanks,
     OwnExperts,
     ParallelHead,
     RowParallel,
@@ -99,9 +100,8 @@ def keep_own_experts(part: Decoder, rank: int, size: int) -> None:
         for index in range(len(moe.experts)):
             if index not in own:
                 moe.experts[index] = Elsewhere()
-        if moe.shared_experts is not None:
-            shared = config.moe.moe_intermediate_size * config.moe.n_shared_experts
-            moe.shared_experts = MLP(config, shared // size)
+        if config.moe.n_shared_experts:
+            moe.shared_experts = MLP(config, config.moe.shared_width // size)
 
 
 def finish(
@@ -134,6 +134,10 @@ def connect(part: Decoder, links: Links, expert_parallel: bool = False) -> None:
     for index in part.stage_layers:
         layer = part.layers[index]
         layer.self_attn.o_proj = RowParallel(layer.self_attn.o_proj, group)
+        if part.config.variant == "olmo":
+            for name in ("q_norm", "k_norm"):
+                norm = getattr(layer.self_attn, name)
+                setattr(layer.self_attn, name, NormOverRanks(norm, group))
         if isinstance(layer.mlp, (MoE, StackedMoE)):
             layer.mlp = summed(layer.mlp, links, expert_parallel)
         else:

@@ -20,7 +20,7 @@ from lessons.l21_multi_lora import optimized
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.kernels import stand_ins
 from lessons.l21_multi_lora.kernels.weights import SlotWeights
-from lessons.l21_multi_lora.peft.adapters import Adapter, LayerAdapter
+from lessons.l21_multi_lora.peft.adapters import Adapter, LayerAdapter, in_order_of
 from lessons.l21_multi_lora.together import Together
 from lessons.toolbox.model.arguments import check_whole, refuse
 
@@ -135,7 +135,7 @@ def unmerged(model: Decoder, adapter: Adapter) -> Decoder:
 
 
 def with_deltas(model: Decoder, adapter: Adapter, factor: float) -> Decoder:
-    waiting = dict(adapter.layers)
+    waiting = dict(in_order_of(adapter, model.config).layers)
 
     def replace(name: str, linear: nn.Module) -> nn.Module:
         layer = waiting.pop(name, None)

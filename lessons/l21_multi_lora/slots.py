@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from lessons.l21_multi_lora.batch import NO_ADAPTER
 from lessons.l21_multi_lora.layers import LoRALinear
-from lessons.l21_multi_lora.peft.adapters import Adapter, check_complete, load_adapter
+from lessons.l21_multi_lora.peft.adapters import Adapter, check_complete, in_order_of, load_adapter
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
+from lessons.toolbox.model.config import ModelConfig
 
 
 @dataclass
@@ -136,7 +137,8 @@ class AdapterStore:
     when it ends. What a request has taken stays, whatever becomes of the folder and of the id.
 
     linears: {layer: (N, K)} of the model. max_cpu_loras: adapters that are kept while no request
-    needs them; more are kept while they are needed.
+    needs them; more are kept while they are needed. config: of the model; None: its rows are where
+    adapters have them.
     """
 
     def __init__(
@@ -145,7 +147,9 @@ class AdapterStore:
         max_lora_rank: int,
         max_cpu_loras: int,
         load: Callable = load_adapter,
+        config: ModelConfig | None = None,
     ):
+        self.config = config
         self.linears, self.max_lora_rank = linears, max_lora_rank
         self.max_cpu_loras, self.load = max_cpu_loras, load
         # least recently used first; what was deleted while in use is in `users` alone
@@ -198,7 +202,7 @@ class AdapterStore:
                 f"{adapter.rank}; accepted: {adapter.rank} or more for this adapter"
             )
         check_complete(request.lora_path, adapter, self.linears)
-        return adapter
+        return adapter if self.config is None else in_order_of(adapter, self.config)
 
     def shrink(self) -> None:
         """Forget those that were not used for longest, until max_cpu_loras are left."""

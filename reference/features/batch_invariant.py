@@ -37,6 +37,9 @@ def check(model: Decoder, args: EngineArgs) -> None:
         "latent attention": config.mla is not None,
         "experts": config.moe is not None,
         "a soft cap or sinks": config.has_score_rules,
+        # their last matrix is a layer of its own, which `with_same_bits` does not know
+        "logits that are capped or divided": config.multipliers is not None
+        or config.final_logit_softcapping is not None,
     }
     for name, is_there in others.items():
         if is_there:

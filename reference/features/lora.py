@@ -17,6 +17,7 @@ from lessons.l14_continuous_batching.sequence import Step
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
 from lessons.l21_multi_lora.slots import AdapterSlots, AdapterStore, LoRARequest
+from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
 
 __all__ = ["Adapters", "LoRARequest", "at_most"]
@@ -51,7 +52,7 @@ class Adapters:
         layers = adapter_layers(self.model)
         self.slots = AdapterSlots(layers)
         linears = {name: (part.out_features, part.in_features) for name, part in layers.items()}
-        self.store = new_store(linears, args)
+        self.store = new_store(linears, args, model.config)
 
     @contextmanager
     def rows_of(self, step: Step) -> Iterator[list[int]]:
@@ -76,7 +77,9 @@ class Adapters:
             yield
 
 
-def new_store(linears: dict[str, tuple[int, int]], args: EngineArgs) -> AdapterStore:
+def new_store(
+    linears: dict[str, tuple[int, int]], args: EngineArgs, config: ModelConfig
+) -> AdapterStore:
     """Where adapters are kept on the host. linears: {layer: (N, K)} of the whole model."""
     most = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
-    return AdapterStore(linears, args.max_lora_rank, most)
+    return AdapterStore(linears, args.max_lora_rank, most, config=config)

@@ -47,7 +47,7 @@ class RemoteAdapters(Adapters):
 
     def __init__(self, talk, config: ModelConfig, args: EngineArgs):
         self.slots = RemoteSlots(talk, args.max_loras, args.max_lora_rank)
-        self.store = new_store(linears_of(config), args)
+        self.store = new_store(linears_of(config), args, config)
 
 
 def linears_of(config: ModelConfig) -> dict[str, tuple[int, int]]:

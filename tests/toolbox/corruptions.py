@@ -82,6 +82,15 @@ DEEPSEEK = BASE | dict(
     rope_scaling=YARN,
     attention_bias=False,
 )
+OLMO3_YARN = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.2
+)
+
+
+def but(raw: dict, *keys: str) -> dict:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": BASE | dict(rope_scaling=LLAMA3, attention_bias=False, mlp_bias=False, head_dim=4),
@@ -133,6 +142,56 @@ CONFIGS = {
     ),
     "deepseek_v2": DEEPSEEK | dict(topk_method="greedy", norm_topk_prob=False),
     "deepseek_v3": DEEPSEEK | dict(scoring_func="sigmoid", norm_topk_prob=True, q_lora_rank=8),
+    "cohere2": but(BASE, "rms_norm_eps")
+    | dict(layer_norm_eps=1e-3, logit_scale=0.5, sliding_window=4, layer_types=LAYER_TYPES),
+    "cohere": but(BASE, "rms_norm_eps") | dict(layer_norm_eps=1e-3, logit_scale=0.5),
+    "glm": BASE | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
+    "gemma": but(BASE, "hidden_act", "eos_token_id") | dict(head_dim=8),
+    "phi": but(BASE, "rms_norm_eps", "hidden_act")
+    | dict(layer_norm_eps=1e-3, hidden_size=48, partial_rotary_factor=0.5),
+    "starcoder2": but(BASE, "rms_norm_eps", "hidden_act")
+    | dict(norm_epsilon=1e-3, use_bias=True, sliding_window=8),
+    "glm4": BASE | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
+    "glm4_moe": BASE
+    | dict(
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=8,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+    ),
+    "granite": BASE
+    | dict(
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.4,
+        logits_scaling=2.0,
+    ),
+    "olmo2": BASE | dict(attention_bias=False),
+    "olmo3": BASE | dict(sliding_window=4, layer_types=LAYER_TYPES, rope_scaling=OLMO3_YARN),
+    "qwen2_moe": BASE
+    | dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=12,
+        norm_topk_prob=False,
+        use_sliding_window=False,
+        sliding_window=16,
+        max_window_layers=1,
+    ),
+    "smollm3": BASE
+    | dict(
+        no_rope_layers=[1, 0], no_rope_layer_interval=2, use_sliding_window=False, mlp_bias=False
+    ),
 }
 CONFIGS = {name: raw | dict(model_type=name) for name, raw in CONFIGS.items()}
 
@@ -227,7 +286,8 @@ def save_weights(config: ModelConfig, folder: Path) -> None:
     for name, tensor in state.items():
         parts.setdefault(stored_name(name, config), []).append(tensor)
     prefixed = {f"model.{name}": torch.cat(tensors) for name, tensors in parts.items()}
-    prefixed["lm_head.weight"] = prefixed.pop("model.lm_head.weight")
+    for name in [name for name in prefixed if name.startswith("model.lm_head.")]:
+        prefixed[name.removeprefix("model.")] = prefixed.pop(name)
     save_file(prefixed, folder / "model.safetensors")
 
 

@@ -1,8 +1,7 @@
-"""What Gemma 2 and 3 do otherwise than lesson 2's decoder. Read `decoder.py` first.
+"""What Gemma 1, 2 and 3 do otherwise than lesson 2's decoder. Read `decoder.py` first.
 
-- A norm multiplies by 1 + weight, and follows attention and MLP too, before their outputs
-  join
-  the residual stream.
+- A norm multiplies by 1 + weight. In Gemma 2 and 3 one follows attention and MLP too, before their
+  outputs join the residual stream.
 - Embeddings are multiplied by √hidden_size, and the MLP's gate is a GELU.
 - Logits may be capped softly.
 
@@ -13,12 +12,11 @@ Sources: Gemma 2 (2024), section 2; Gemma 3 technical report (2025), section 2; 
 modeling_gemma3.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from lessons.l02_naive_attention.decoder import MLP, Attention, Decoder, DecoderLayer, RMSNorm
+from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSNorm
+from lessons.l02_naive_attention.variants.norms_after import AttentionThenNorm
 from lessons.toolbox.model.config import ModelConfig
 
 
@@ -32,26 +30,27 @@ class GemmaRMSNorm(RMSNorm):
         return (normed * (1 + self.weight.to(wide.dtype))).to(x.dtype)
 
 
-class GemmaMLP(MLP):
+class GeluMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        gate = nn.functional.gelu(self.gate_proj(x), approximate="tanh")
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class GemmaMLP(GeluMLP):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.norm_after = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
-        gate = nn.functional.gelu(self.gate_proj(x), approximate="tanh")
-        return self.norm_after(self.down_proj(gate * self.up_proj(x)))
+        return self.norm_after(super().forward(x))
 
 
-class GemmaAttention(Attention):
+class GemmaAttention(AttentionThenNorm):
     def __init__(self, config: ModelConfig):
-        super().__init__(config)
+        super().__init__(config, GemmaRMSNorm)
         if config.qk_norm:
             self.q_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.norm_after = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: Tensor, attend: Callable) -> Tensor:  # [T, hidden_size] -> the same
-        return self.norm_after(super().forward(x, attend))
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -73,7 +72,7 @@ class CappedLinear(nn.Linear):
 
 
 class GemmaDecoder(Decoder):
-    """Gemma 2 and 3 (text): lesson 2's decoder with the parts above in place of its own."""
+    """Gemma 1, 2 and 3 (text): lesson 2's decoder with the parts above in place of its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -87,12 +86,15 @@ class GemmaDecoder(Decoder):
 
     def new_layer(self, index: int) -> DecoderLayer:
         config = self.config
-        if not config.norms_after:
+        if not config.norms_after and config.variant != "gemma":
             raise ValueError(
-                f"config: got model_type {config.model_type!r}; accepted: one with norms_after "
+                f"config: got model_type {config.model_type!r}; accepted: one with norms of Gemma "
                 "(others: load_decoder of lessons.l06_mla.deepseek)"
             )
-        layer = DecoderLayer(config, GemmaAttention(config), GemmaMLP(config))
+        if config.norms_after:
+            layer = DecoderLayer(config, GemmaAttention(config), GemmaMLP(config))
+        else:
+            layer = DecoderLayer(config, mlp=GeluMLP(config))
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, GemmaRMSNorm(config.hidden_size, config.rms_norm_eps))
         return layer

@@ -112,6 +112,7 @@ def one_layer(target: ModelConfig, intermediate_size: int) -> ModelConfig:
         intermediate_size=intermediate_size,
         tie_word_embeddings=False,  # because a draft has neither of the two matrices
         sliding_windows=(),
+        no_rope_layers=(),
         moe=None,
     )
 

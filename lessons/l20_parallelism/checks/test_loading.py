@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import (
     DeepseekV3Config,
     Gemma2Config,
+    Glm4Config,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
@@ -66,6 +67,9 @@ FILES = {
     "mixtral": MixtralConfig(**SMALL, **EXPERTS),
     "deepseek_v3": DeepseekV3Config(**SMALL | LATENTS),
     "gemma2": Gemma2Config(**SMALL, head_dim=8, tie_word_embeddings=True),
+    "glm4, gate and up in one matrix, rows of q and k moved": Glm4Config(
+        **SMALL, head_dim=8, attention_bias=True
+    ),
     "gpt_oss": GptOssConfig(
         **SMALL, **EXPERTS, head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=1e4)
     ),

@@ -51,12 +51,13 @@ def test_slices_make_up_every_tensor_and_fit_the_local_decoder(name, expert_para
             copies[index] += 1
         counts = set(copies.unique().tolist())
         is_kv = tensor_name.rpartition(".")[0].endswith(("k_proj", "v_proj"))
+        is_kv |= config.variant == "olmo" and "k_norm" in tensor_name
         shared = max(1, size // config.num_key_value_heads)
         assert counts in ([{float(shared)}] if is_kv else [{1.0}, {float(size)}]), tensor_name
         is_matrix = len(shape) > 1 and "norm" not in tensor_name
         is_copied = (
             "gate.weight" in tensor_name or "router" in tensor_name or "_a_proj" in tensor_name
-        )
+        ) or tensor_name.endswith("output_gate")
         if is_matrix and not is_copied and not is_kv and "down_proj_bias" not in tensor_name:
             assert counts == {1.0}, tensor_name
 
@@ -112,6 +113,11 @@ def test_what_is_local_and_what_is_not():
         (dict(vocab_size=9), 4, "vocab_size: got 9; accepted: enough tokens for each of 4"),
         (dict(moe=replace(EXPERTS, moe_intermediate_size=6)), 4, "moe_intermediate_size: got 6"),
         (dict(moe=EXPERTS, mlp_bias=True), 2, "mlp_bias: got True"),
+        (
+            dict(moe=replace(EXPERTS, shared_expert_intermediate_size=10)),
+            4,
+            "shared_expert_intermediate_size: got 10; accepted: a multiple of the 4",
+        ),
     ],
 )
 def test_shapes_that_cannot_be_cut_are_refused(changes, size, words):

@@ -24,7 +24,7 @@ from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.pipeline import run_stage
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
-from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig
+from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, Multipliers
 
 # 4 heads and 2 KV heads, so that 4 ranks share KV heads; 61 tokens, so that the last rank has fewer
 LLAMA = ModelConfig("llama", 61, 32, 3, 4, 2, 8, 24, 128)
@@ -40,6 +40,8 @@ LITE = replace(LATENTS.mla, q_lora_rank=None)
 SHARED = replace(EXPERTS, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=False)
 GROUPS = replace(SHARED, scoring_func="sigmoid", topk_method="noaux_tc", n_group=4, topk_group=2)
 CAPS = dict(query_pre_attn_scalar=11.0, attn_logit_softcapping=5.0, final_logit_softcapping=5.0)
+
+BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
 
 CONFIGS = {
     "llama": LLAMA,
@@ -63,6 +65,16 @@ CONFIGS = {
         sliding_windows=(3, None, 3),
         moe=replace(EXPERTS, are_stacked=True),
     ),
+    "glm4": replace(LLAMA, model_type="glm4", variant="glm4", qkv_bias=True),
+    "granite": replace(
+        LLAMA, model_type="granite", multipliers=Multipliers(3.0, 0.5, 0.4, 2.0), o_bias=True
+    ),
+    "olmo2": replace(LLAMA, model_type="olmo2", variant="olmo", qk_norm=True),
+    "qwen2_moe": replace(
+        LLAMA, model_type="qwen2_moe", moe=replace(EXPERTS, shared_expert_intermediate_size=20)
+    ),
+    "phi": replace(LLAMA, model_type="phi", variant="phi", **BIASES),
+    "smollm3": replace(LLAMA, model_type="smollm3", no_rope_layers=(1,)),
 }
 
 

@@ -4,6 +4,7 @@
     VocabParallelEmbedding   looks up the tokens that it holds, then adds over the ranks
     ParallelHead             computes the logits of its tokens, then gathers those of all ranks
     SummedExperts            a layer's experts, which write partial sums, then adds once for all
+    NormOverRanks            a norm over all heads (OLMo): adds the sums of squares over the ranks
 
 The first three are row_parallel, embed and head of naive.py, in the same order.
 
@@ -17,6 +18,7 @@ Source: Megatron-LM (Shoeybi et al. 2019), section 3; vLLM's layers/linear.py.
 import torch
 from torch import Tensor, nn
 
+from lessons.l02_naive_attention.variants.olmo import NormOverHeads
 from lessons.l06_mla.gpt_oss import StackedMoE
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
@@ -85,6 +87,22 @@ class SummedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         return self.group.all_reduce(self.moe(x))
+
+
+class NormOverRanks(nn.Module):
+    """OLMo's norm of all heads together, of which this rank has some."""
+
+    def __init__(self, norm: NormOverHeads, group: Group):
+        super().__init__()
+        self.norm, self.group = norm, group
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, this rank's heads, D] -> the same
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = self.group.all_reduce(wide.square().sum((-2, -1), keepdim=True))  # [T, 1, 1]
+        # A KV head that several ranks have counts as often above as here.
+        mean = squares / (x.shape[-2] * x.shape[-1] * self.group.size)
+        weight = self.norm.weight.view(x.shape[-2:]).to(wide.dtype)
+        return (weight * wide * torch.rsqrt(mean + self.norm.eps)).to(x.dtype)
 
 
 class OwnExperts(nn.Module):

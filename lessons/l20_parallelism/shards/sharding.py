@@ -17,7 +17,7 @@ from dataclasses import replace
 from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
 
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 # cut by rows, so that a rank has whole heads, or some of an MLP's inner values with their biases
 HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
 INNER = ("gate_proj", "up_proj")
@@ -45,6 +45,9 @@ def local_config(
     vocabulary_rows(config.vocab_size, rank, size)
     heads = _share("num_attention_heads", config.num_attention_heads, size)
     moe = config.moe
+    if moe is not None and moe.shared_expert_intermediate_size is not None:
+        name = "shared_expert_intermediate_size"
+        moe = replace(moe, **{name: _share(name, getattr(moe, name), size)})
     if moe is not None and config.mlp_bias:
         refuse("mlp_bias", True, "False in a model with experts, because no family has both")
     if moe is not None and expert_parallel:
@@ -145,6 +148,8 @@ def slices_of(
     kept = [slice(0, length) for length in shape]
     part, _, kind = name.rpartition(".")
     part = part.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    if config.variant == "olmo":  # whose norms of q and k run over all heads
+        part = dict(q_norm="q_proj", k_norm="k_proj").get(part, part)
     is_routed = ".experts." in name
     if name in VOCABULARY:
         rows = vocabulary_rows(shape[0], rank, size)

@@ -21,7 +21,9 @@ from torch import Tensor
 from lessons.l21_multi_lora.peft.adapter_config import AdapterConfig, read_adapter_config
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.checkpoint import REPOSITORY
+from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
+from lessons.toolbox.model.places import moves_rows, turning_last
 from lessons.toolbox.model.stored import STORED_DTYPES, open_file
 
 PREFIX = "base_model.model."  # PEFT's wrappers; after it comes the checkpoint's own name
@@ -77,6 +79,19 @@ def load_adapter(folder: str | os.PathLike, name: str | None = None) -> Adapter:
     pairs = read_pairs(folder)
     layers = {layer: read_layer(folder, layer, pair, config) for layer, pair in pairs.items()}
     return Adapter(name or folder.name, layers)
+
+
+def in_order_of(adapter: Adapter, config: ModelConfig) -> Adapter:
+    """The adapter with the rows of q and k where a model of this config has them, because the
+    checkpoints of some families hold them in another order. Its layers must fit the model.
+    """
+    if not moves_rows(config):
+        return adapter
+    layers = {
+        name: layer._replace(b=turning_last(f"{name}.weight", layer.b, config))
+        for name, layer in adapter.layers.items()
+    }
+    return Adapter(adapter.name, layers, adapter.serial)
 
 
 def find_adapter(name_or_path: str | os.PathLike) -> Path:

@@ -26,6 +26,7 @@ from lessons.toolbox.proof.planted import with_bug
 SIZE = 12  # hidden_size
 CONFIGS = {
     "mixtral": MoEConfig(8, 2, 10, norm_topk_prob=True),
+    "qwen2_moe": MoEConfig(9, 2, 6, shared_expert_intermediate_size=9),
     "qwen3_moe": MoEConfig(10, 3, 6, norm_topk_prob=True),  # no multiple of 4 ranks
     "deepseek_v2": MoEConfig(
         12, 4, 6, 2, topk_method="group_limited_greedy", n_group=4, topk_group=2

@@ -54,9 +54,8 @@ class ExpertParallelMoE(nn.Module):
         config = moe.gate.config
         own = experts_of(config.n_routed_experts, group.rank, group.size)
         self.group, self.part = group, GroupedMoE(moe, own)
-        if config.n_shared_experts:
-            whole = config.moe_intermediate_size * config.n_shared_experts
-            self.part.shared_experts = slice_of(moe.shared_experts, whole, group)
+        if config.shared_width:
+            self.part.shared_experts = slice_of(moe.shared_experts, config.shared_width, group)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size], the same on all ranks -> the same
         return self.group.all_reduce(self.part(x))

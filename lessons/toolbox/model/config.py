@@ -2,123 +2,33 @@
 
 from dataclasses import dataclass, field, replace
 
-from lessons.toolbox.model.arguments import check_kind, check_positive, check_whole, named, refuse
+from lessons.toolbox.model.arguments import (
+    check_kind,
+    check_positive,
+    check_whole,
+    is_whole,
+    named,
+    refuse,
+)
+from lessons.toolbox.model.config_parts import MLAConfig, MoEConfig, Multipliers
 from lessons.toolbox.model.rope_scaling import RopeScaling, yarn_mscale
 
-TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SIZES = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     intermediate_size max_position_embeddings"""
 FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm norms_after attention_sinks"
 GEMMA_NUMBERS = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_local_base_freq"""
-
-
-@dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1; lesson 6). Raises ValueError for sizes
-    that do not fit.
-
-    A head of q and k is qk_nope_head_dim coordinates without a position and qk_rope_head_dim that
-    turn with it.
-    """
-
-    q_lora_rank: int | None  # None: q is projected at once (V2-Lite)
-    # size of the latent from which k and v of all heads are made
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int  # of k one for all heads
-    v_head_dim: int
-    rope_interleave: bool = True  # the rotary coordinates lie in pairs (2i, 2i + 1)
-
-    def __post_init__(self):
-        if self.q_lora_rank is not None:
-            check_whole(q_lora_rank=self.q_lora_rank)
-        check_whole(**named(self, "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"))
-        check_kind(bool, "True or False", rope_interleave=self.rope_interleave)
-        if self.qk_rope_head_dim % 2:  # because RoPE rotates pairs of coordinates
-            raise ValueError(f"qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
-
-    @property
-    def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Values that a token leaves in a layer's latent cache: the latent and the rotary key."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """A mixture of experts in place of the MLP of some layers (lesson 6, moe.py; lesson 23). Raises
-    ValueError.
-
-    scoring_func: "softmax" or "sigmoid" of the router's logits. topk_method: "greedy" (the best
-    experts), "group_limited_greedy" (of the groups with the best expert; DeepSeek-V2) or "noaux_tc"
-    (the groups with the best two; DeepSeek-V3, with a bias).
-    """
-
-    n_routed_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    n_shared_experts: int = 0  # run for every token, beside the chosen ones
-    first_k_dense_replace: int = 0  # so many layers at the start have an ordinary MLP
-    # of the others, those whose index divides by this have experts
-    moe_layer_freq: int = 1
-    scoring_func: str = "softmax"
-    topk_method: str = "greedy"
-    n_group: int = 1
-    topk_group: int = 1  # how many groups a token may choose experts from
-    norm_topk_prob: bool = False  # make the chosen experts' weights sum to one
-    are_stacked: bool = False  # gpt-oss: one tensor holds all experts of a layer
-    # layers of Qwen3-MoE that have an ordinary MLP, wherever they stand
-    dense_layers: tuple[int, ...] = ()
-    routed_scaling_factor: float = 1.0
-
-    def __post_init__(self):
-        check_whole(**named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
-        check_whole(**named(self, "moe_layer_freq n_group topk_group"))
-        check_whole(0, **named(self, "n_shared_experts first_k_dense_replace"))
-        check_positive(routed_scaling_factor=self.routed_scaling_factor)
-        check_kind(tuple, "a tuple", dense_layers=self.dense_layers)
-        check_kind(bool, "True or False", **named(self, "norm_topk_prob are_stacked"))
-        if self.scoring_func not in ("softmax", "sigmoid"):
-            refuse("scoring_func", self.scoring_func, "softmax, sigmoid")
-        if self.topk_method not in TOPK_METHODS:
-            refuse("topk_method", self.topk_method, ", ".join(TOPK_METHODS))
-        if self.n_routed_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
-            raise ValueError(
-                f"n_routed_experts ({self.n_routed_experts}) must be a multiple of n_group "
-                f"({self.n_group}), and topk_group ({self.topk_group}) be 1 to n_group"
-            )
-        if not 1 <= self.num_experts_per_tok <= self.topk_group * self.group_size:
-            raise ValueError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to "
-                f"{self.topk_group * self.group_size}, the experts of topk_group "
-                f"({self.topk_group}) groups"
-            )
-        # because a group counts as its best two experts
-        if self.topk_method == "noaux_tc" and self.group_size < 2:
-            raise ValueError(
-                "noaux_tc needs groups of two experts or more, n_routed_experts "
-                f"({self.n_routed_experts}) in n_group ({self.n_group}) groups are fewer"
-            )
-
-    @property
-    def group_size(self) -> int:
-        return self.n_routed_experts // self.n_group
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether `layer` has experts rather than one MLP."""
-        is_dense = layer < self.first_k_dense_replace or layer in self.dense_layers
-        return not is_dense and layer % self.moe_layer_freq == 0
+# who else has parts in lesson 2's variants/; "gemma" is Gemma 1
+VARIANTS = ("cohere", "gemma", "glm4", "olmo", "phi", "starcoder2")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, Gemma 2/3; Mixtral
-    and Qwen3-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`; DeepSeek-V2 and
-    V3, which have `mla` and `moe`.
+    """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2/3;
+    Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 1/2, Phi and Gemma 1,
+    which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
+    which has `moe` and `attention_sinks`; DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and
+    `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.
@@ -149,6 +59,9 @@ class ModelConfig:
     final_logit_softcapping: float | None = None  # Gemma: and so do logits
     # Gemma 3: the layers that have a window rotate by this, and are not stretched
     rope_local_base_freq: float | None = None
+    no_rope_layers: tuple[int, ...] = ()  # SmolLM3: the layers that do not rotate
+    multipliers: Multipliers | None = None  # Granite: the parts of lesson 2's granite.py
+    variant: str | None = None  # one of VARIANTS: whose parts its decoder has
     # per layer: how many keys a query sees, itself included; None: all
     sliding_windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -184,6 +97,7 @@ class ModelConfig:
             raise ValueError(f"rope_theta must be above 1, not {self.rope_theta}")
         if self.rope_local_base_freq is not None and not self.rope_local_base_freq > 1:
             refuse("rope_local_base_freq", self.rope_local_base_freq, "a number above 1")
+        self._check_no_rope_layers()
         if self.sliding_windows and len(self.sliding_windows) != self.num_hidden_layers:
             raise ValueError(
                 f"sliding_windows names {len(self.sliding_windows)} layers, "
@@ -199,8 +113,11 @@ class ModelConfig:
         for name, value in named(self, GEMMA_NUMBERS).items():
             if value is not None:
                 check_positive(**{name: value})
-        for name, kind in dict(rope_scaling=RopeScaling, mla=MLAConfig, moe=MoEConfig).items():
+        kinds = dict(rope_scaling=RopeScaling, mla=MLAConfig, moe=MoEConfig)
+        for name, kind in (kinds | dict(multipliers=Multipliers)).items():
             check_kind((kind, type(None)), f"None or {kind.__name__}", **named(self, name))
+        if self.variant not in (None, *VARIANTS):
+            refuse("variant", self.variant, f"None, {', '.join(VARIANTS)}")
         quantization = self.quantization_config
         if quantization is not None and not (
             isinstance(quantization, dict) and isinstance(quantization.get("quant_method"), str)
@@ -227,6 +144,17 @@ class ModelConfig:
                         f"pair of rotary coordinates"
                     )
 
+    def _check_no_rope_layers(self) -> None:
+        """Raise ValueError unless they are some of the layers, in a model of one other rotation."""
+        layers = self.no_rope_layers
+        check_kind(tuple, "a tuple", no_rope_layers=layers)
+        for layer in layers:
+            if not is_whole(layer, 0, self.num_hidden_layers - 1):
+                accepted = f"layers from 0 to {self.num_hidden_layers - 1}"
+                refuse("no_rope_layers", layers, accepted)
+        if layers and (self.rope_local_base_freq is not None or self.mla is not None):
+            refuse("no_rope_layers", layers, "none beside rope_local_base_freq or mla")
+
     @property
     def rope_dim(self) -> int:
         """How many coordinates of a head turn with the position, its last ones."""
@@ -237,8 +165,10 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """1 / √D of the q and k that are projected, whatever form of them attention reads; times m²
-        in a stretched DeepSeek. Gemma's config names what stands for D.
+        in a stretched DeepSeek. Gemma's config names what stands for D, and Granite's the scale.
         """
+        if self.multipliers is not None:
+            return self.multipliers.attention_multiplier
         if self.mla is None:
             return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         rope = self.rope_scaling
@@ -255,24 +185,36 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether lesson 2's decoder has all its parts: no latents, no experts, no sinks, and no
-        norms after attention and MLP.
+        """Whether lesson 2's decoder has all its parts: no latents, no experts, no sinks, no
+        norms after attention and MLP, and nothing of its variants.
         """
-        has_experts_or_latents = self.moe is not None or self.mla is not None
-        return not (has_experts_or_latents or self.norms_after or self.attention_sinks)
+        others = self.moe, self.mla, self.multipliers, self.variant
+        has_others = any(part is not None for part in others)
+        return not (has_others or self.norms_after or self.attention_sinks)
 
     @property
     def has_score_rules(self) -> bool:
         """Whether attention does more to its scores than scale and mask them."""
         return self.attn_logit_softcapping is not None or self.attention_sinks
 
+    @property
+    def has_two_ropes(self) -> bool:
+        """Whether some layers rotate otherwise than the others."""
+        return self.rope_local_base_freq is not None or bool(self.no_rope_layers)
+
     def has_local_rope(self, layer: int) -> bool:
         """Whether `layer` rotates as `local_rope` says."""
-        return self.rope_local_base_freq is not None and self.sliding_window(layer) is not None
+        if self.rope_local_base_freq is None:
+            return layer in self.no_rope_layers
+        return self.sliding_window(layer) is not None
 
     @property
     def local_rope(self) -> "ModelConfig":
-        """This config with the rotation of the layers that have a window."""
+        """This config with the rotation of the layers that have a window, or with none in a model
+        of which some layers do not rotate.
+        """
+        if self.rope_local_base_freq is None:
+            return replace(self, rope_scaling=RopeScaling("none", 1.0))
         return replace(self, rope_theta=self.rope_local_base_freq, rope_scaling=None)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:

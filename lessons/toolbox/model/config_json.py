@@ -18,7 +18,7 @@ from lessons.toolbox.model.families import FAMILIES, Family
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
 # strings here, with blanks between the keys.
 NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    max_position_embeddings rms_norm_eps"""
+    max_position_embeddings"""
 OPTIONAL = "num_key_value_heads tie_word_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -125,7 +125,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
         )
     family = FAMILIES[model_type]
     raw = _with_one_name(raw, family.also_called or {})
-    needed = f"{NEEDED} {family.needs}".split()
+    needed = f"{NEEDED} {family.eps} {family.needs}".split()
     for key in needed:
         if key not in raw:
             raise ValueError(f"the key '{key}' is missing")
@@ -137,7 +137,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
             known.pop(name, None)
         elif name != "rope_theta":
             known[name] = _checked_ropes(name, known[name], family)
-    _check_numbers(known)
+    _check_numbers(known, may_be_zero=(*MAY_BE_ZERO, *family.may_be_zero.split()))
     config = _transformers_config(family.read_as or model_type, known)
     _refuse_unread(raw, read, vars(config), NEUTRAL | (family.fixed or {}))
 
@@ -150,6 +150,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
     fields = {key: getattr(config, key) for key in NEEDED.split()}
     fields |= dict(
         model_type=model_type,
+        rms_norm_eps=getattr(config, family.eps),
         num_key_value_heads=config.num_key_value_heads,
         head_dim=head_dim or config.hidden_size // config.num_attention_heads,
         rope_theta=_rope_of(config)["rope_theta"],
@@ -187,14 +188,16 @@ def _transformers_config(model_type: str, known: dict[str, Any]):
 # ---------------------------------------------------------------- what is refused
 
 
-def _check_numbers(content: dict[str, Any], within: str = "") -> None:
+def _check_numbers(
+    content: dict[str, Any], within: str = "", may_be_zero: tuple[str, ...] = MAY_BE_ZERO
+) -> None:
     """Refuse numbers that no model has. transformers checks that a number stands where one must,
     but not that it is positive, and would begin to list the layers of a model with 10¹² of them.
     """
     for key, value in content.items():
         largest = LARGEST.get(key, LARGEST_SIZE)
         if type(value) in (int, float):  # not isinstance, because True is an int
-            fits = 0 < value <= largest or (value == 0 and key in MAY_BE_ZERO)
+            fits = 0 < value <= largest or (value == 0 and key in may_be_zero)
         else:
             fits = value is None or key not in UNTYPED
         if not fits:

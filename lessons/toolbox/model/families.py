@@ -1,41 +1,26 @@
 """Which models the course reads, and how each family's config becomes fields of ModelConfig.
 
 A new family is one row of FAMILIES and one function that gives the fields of its own. The functions
-get transformers' config, whose defaults and types are already in place.
+get transformers' config, whose defaults and types are already in place. dense_families.py and
+expert_families.py have more of both.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from lessons.toolbox.model.arguments import shown
-from lessons.toolbox.model.config import MLAConfig, MoEConfig
-
-MLA_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
-MOE_SIZES = "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts"
-MOE_SIZES += " first_k_dense_replace"
-
-
-class Family(NamedTuple):
-    """How the config.json of one model_type is read. Keys stand in one string, between blanks.
-
-    fields: from transformers' config, the fields of ModelConfig that are the family's own. needs
-    and reads: keys that the file must and may hold, beside those of every family. fixed: the one
-    supported value of keys that transformers does not know. read_as: the model_type whose class
-    reads the file, if it is another one. rope_types: those that its RoPE object may have.
-    also_called: {another name of a key: the key}. stored_as: {part of a tensor's name in the
-    decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
-    object for the layers with a window, and one for the others.
-    """
-
-    fields: Callable[[Any], dict[str, Any]]
-    needs: str = ""
-    reads: str = ""
-    fixed: dict[str, Any] | None = None
-    read_as: str = ""
-    rope_types: str = "default linear llama3 yarn"
-    also_called: dict[str, str] | None = None
-    stored_as: dict[str, str] | None = None
-    rope_by_layer: bool = False
+from lessons.toolbox.model.dense_families import DENSE
+from lessons.toolbox.model.expert_families import (
+    MLA_SIZES,
+    MOE_SIZES,
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
+from lessons.toolbox.model.family import Family
+from lessons.toolbox.model.family_windows import layer_windows, local_rope, same_windows
 
 
 def _llama(config) -> dict[str, Any]:
@@ -44,158 +29,40 @@ def _llama(config) -> dict[str, Any]:
 
 
 def _mistral(config) -> dict[str, Any]:
-    return dict(sliding_windows=_windows(config))
+    return dict(sliding_windows=layer_windows(config))
 
 
 def _qwen2(config) -> dict[str, Any]:
-    return dict(qkv_bias=True, sliding_windows=_windows(config))
+    return dict(qkv_bias=True, sliding_windows=layer_windows(config))
 
 
 def _qwen3(config) -> dict[str, Any]:
     bias = config.attention_bias
-    return dict(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=_windows(config))
-
-
-def _mixtral(config) -> dict[str, Any]:
-    moe = MoEConfig(
-        n_routed_experts=config.num_local_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        moe_intermediate_size=config.intermediate_size,
-        norm_topk_prob=True,
-    )
-    return dict(moe=moe, sliding_windows=_same_windows(config))
-
-
-def _qwen3_moe(config) -> dict[str, Any]:
-    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
-    mlp_only = set(config.mlp_only_layers)
-    moe = MoEConfig(
-        n_routed_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        moe_intermediate_size=config.moe_intermediate_size,
-        norm_topk_prob=config.norm_topk_prob,
-        # + 1, because every step-th layer has experts, and layer 0 is the first
-        dense_layers=tuple(i for i in layers if i in mlp_only or (i + 1) % step),
-    )
-    bias, windows = config.attention_bias, _same_windows(config)
-    if windows and getattr(config, "max_window_layers", 0):
-        raise ValueError(
-            f"'max_window_layers' must be 0 where qwen3_moe has a window, because versions of "
-            f"transformers differ in what it means there, not {shown(config.max_window_layers)}"
-        )
-    own = dict(moe=moe, qk_norm=True, sliding_windows=windows)
-    return own | dict(qkv_bias=bias, o_bias=bias)
+    return dict(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=layer_windows(config))
 
 
 def _phi3(config) -> dict[str, Any]:
     share = config.rope_parameters["partial_rotary_factor"]
-    return dict(sliding_windows=_same_windows(config), partial_rotary_factor=share)
-
-
-def _gpt_oss(config) -> dict[str, Any]:
-    moe = MoEConfig(
-        n_routed_experts=config.num_local_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        moe_intermediate_size=config.intermediate_size,
-        norm_topk_prob=True,
-        are_stacked=True,
-    )
-    initial = getattr(config, "initial_context_length", None)
-    original = config.rope_parameters.get("original_max_position_embeddings", initial)
-    if initial is not None and initial != original:
-        raise ValueError(f"'initial_context_length' must be {original}, not {shown(initial)}")
-    bias, windows = config.attention_bias, _windows(config)
-    own = dict(moe=moe, attention_sinks=True, sliding_windows=windows)
-    return own | dict(qkv_bias=bias, o_bias=bias)
+    return dict(sliding_windows=same_windows(config), partial_rotary_factor=share)
 
 
 def _gemma2(config) -> dict[str, Any]:
-    bias, windows = config.attention_bias, _windows(config)
+    bias, windows = config.attention_bias, layer_windows(config)
     numbers = {key: getattr(config, key) for key in GEMMA2_NUMBERS.split()}
     return numbers | dict(norms_after=True, qkv_bias=bias, o_bias=bias, sliding_windows=windows)
 
 
 def _gemma3(config) -> dict[str, Any]:
-    rope = config.rope_parameters["sliding_attention"]
-    if rope["rope_type"] != "default":
-        given = shown(rope["rope_type"])
-        raise ValueError(f"'rope_parameters.sliding_attention' must be default, not {given}")
+    rope = local_rope(config)
     bias = config.attention_bias
     own = dict(
         norms_after=True,
         query_pre_attn_scalar=config.query_pre_attn_scalar,
         final_logit_softcapping=config.final_logit_softcapping,
         rope_local_base_freq=rope["rope_theta"],
-        sliding_windows=_windows(config),
+        sliding_windows=layer_windows(config),
     )
     return own | dict(qkv_bias=bias, o_bias=bias, qk_norm=True)
-
-
-def _same_windows(config) -> tuple[int | None, ...]:
-    """As `_windows`, for a family whose window is that of every layer."""
-    window = config.sliding_window
-    return () if window is None else (window,) * config.num_hidden_layers
-
-
-def _windows(config) -> tuple[int | None, ...]:
-    """Per layer, how many keys a query sees (itself included), or None for all of them. Empty: all
-    of them in every layer.
-    """
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    kinds = set(config.layer_types)
-    if not kinds <= set(windows):
-        raise ValueError(
-            f"'layer_types' must list {' or '.join(windows)}, not {shown(sorted(kinds))}"
-        )
-    if "sliding_attention" not in kinds:
-        return ()
-    if config.sliding_window is None:
-        raise ValueError("'layer_types' has sliding_attention, but 'sliding_window' is null")
-    return tuple(windows[kind] for kind in config.layer_types)
-
-
-def _deepseek_v2(config) -> dict[str, Any]:
-    method = config.topk_method
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(
-            f"'topk_method' must be greedy or group_limited_greedy in deepseek_v2, "
-            f"not {shown(method)}"
-        )
-    # V2-Lite names groups and does not use them
-    groups = "" if method == "greedy" else "n_group topk_group"
-    return _deepseek(config, groups, True, scoring_func="softmax", topk_method=method)
-
-
-def _deepseek_v3(config) -> dict[str, Any]:
-    interleave = bool(config.rope_interleave)
-    router = dict(scoring_func="sigmoid", topk_method="noaux_tc")
-    return _deepseek(config, "n_group topk_group", interleave, **router)
-
-
-def _deepseek(config, groups: str, interleave: bool, **router: str) -> dict[str, Any]:
-    """groups: the keys of the router's groups, if it has any."""
-    heads = config.num_attention_heads
-    if config.num_key_value_heads != heads:
-        raise ValueError(
-            f"'num_key_value_heads' must be num_attention_heads ({heads}), because the heads share "
-            f"latents instead, not {config.num_key_value_heads}"
-        )
-    sizes = {key: getattr(config, key) for key in f"{MLA_SIZES} {MOE_SIZES} {groups}".split()}
-    for key, value in sizes.items():
-        if value is None:
-            raise ValueError(f"'{key}' must be a whole number, not null")
-    mla_sizes = {key: sizes.pop(key) for key in MLA_SIZES.split()}
-    mla = MLAConfig(config.q_lora_rank, **mla_sizes, rope_interleave=interleave)
-    moe = MoEConfig(
-        **sizes,
-        **router,
-        norm_topk_prob=bool(config.norm_topk_prob),
-        routed_scaling_factor=config.routed_scaling_factor,
-    )
-    bias = config.attention_bias
-    # transformers' head_dim is qk_rope_head_dim
-    own = dict(head_dim=mla.qk_head_dim, v_head_dim=mla.v_head_dim, mla=mla, moe=moe)
-    return own | dict(qkv_bias=bias, o_bias=bias)
 
 
 WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
@@ -210,10 +77,17 @@ GEMMA_NORMS = {
 # q, k and v are one matrix, and so are gate and up
 PHI3_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 PHI3_MERGED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+# in this order, because the second name is part of the first
+QWEN2_SHARED = {
+    "shared_experts.output_gate": "shared_expert_gate.weight",
+    "shared_experts": "shared_expert",
+}
 EXPERTS = "num_key_value_heads num_experts_per_tok"
 QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
 QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
 QWEN3_EXPERTS = f"{EXPERTS} num_experts moe_intermediate_size"
+DEEPSEEK_V3_READS = "attention_bias routed_scaling_factor norm_topk_prob rope_interleave"
+DEEPSEEK_V3_ROUTER = dict(scoring_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc")
 DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
 
 FAMILIES = {
@@ -224,7 +98,7 @@ FAMILIES = {
     "qwen2": Family(_qwen2, "num_key_value_heads", f"head_dim {WINDOWS}"),
     "qwen3": Family(_qwen3, "num_key_value_heads head_dim", f"attention_bias {WINDOWS}"),
     "mixtral": Family(
-        _mixtral,
+        mixtral,
         f"{EXPERTS} num_local_experts",
         "head_dim sliding_window",
         fixed=dict(router_jitter_noise=0.0),
@@ -232,7 +106,7 @@ FAMILIES = {
         stored_as=dict(mlp="block_sparse_moe", gate_proj="w1", down_proj="w2", up_proj="w3"),
     ),
     "qwen3_moe": Family(
-        _qwen3_moe,
+        qwen3_moe,
         QWEN3_EXPERTS,
         f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
         also_called=dict(num_local_experts="num_experts"),
@@ -246,7 +120,7 @@ FAMILIES = {
         stored_as=PHI3_MERGED,
     ),
     "gpt_oss": Family(
-        _gpt_oss,
+        gpt_oss,
         f"{EXPERTS} num_local_experts head_dim sliding_window",
         "attention_bias layer_types initial_context_length",
         fixed=dict(swiglu_limit=7.0),
@@ -269,16 +143,42 @@ FAMILIES = {
         rope_by_layer=True,
     ),
     "deepseek_v2": Family(
-        _deepseek_v2,
+        deepseek_v2,
         DEEPSEEK,
         "attention_bias routed_scaling_factor n_group topk_group topk_method",
         # DeepSeek's code divides by the sum that norm_topk_prob asks for, transformers does not
         fixed=dict(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False),
+        predicts_further=True,
     ),
     "deepseek_v3": Family(
-        _deepseek_v3,
+        deepseek_v3,
         f"{DEEPSEEK} n_group topk_group",
-        "attention_bias routed_scaling_factor norm_topk_prob rope_interleave",
-        fixed=dict(scoring_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc"),
+        DEEPSEEK_V3_READS,
+        fixed=DEEPSEEK_V3_ROUTER,
+        predicts_further=True,
     ),
-}
+    "kimi_k2": Family(
+        deepseek_v3,
+        f"{DEEPSEEK} n_group topk_group",
+        DEEPSEEK_V3_READS,
+        fixed=DEEPSEEK_V3_ROUTER,
+        read_as="deepseek_v3",
+        predicts_further=True,
+    ),
+    "glm4_moe": Family(
+        glm4_moe,
+        f"num_key_value_heads head_dim {MOE_SIZES}",
+        "attention_bias partial_rotary_factor use_qk_norm n_group topk_group norm_topk_prob "
+        "routed_scaling_factor",
+        also_called=dict(num_local_experts="n_routed_experts"),
+        predicts_further=True,
+    ),
+    "qwen2_moe": Family(
+        qwen2_moe,
+        f"{QWEN3_EXPERTS} shared_expert_intermediate_size",
+        f"head_dim qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
+        also_called=dict(num_local_experts="num_experts"),
+        stored_as=QWEN2_SHARED,
+        may_be_zero="sliding_window",  # as transformers writes a window that is not in use
+    ),
+} | DENSE

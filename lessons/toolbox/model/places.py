@@ -3,24 +3,36 @@
 from collections import Counter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.families import FAMILIES
 
+OF_Q_AND_K = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+OF_Q_AND_K += ("q_norm.weight", "k_norm.weight")
+
+
+def moves_rows(config: ModelConfig) -> bool:
+    """Whether the family's checkpoints hold the coordinates of q and k in another order."""
+    in_pairs = FAMILIES[config.model_type].rope_in_pairs
+    return config.mla is None and (in_pairs or config.rope_dim != config.head_dim)
+
 
 def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """tensor: [H · D, K]. A matrix of q or k whose heads' rotary coordinates come last, as `attend`
-    wants them.
+    """tensor: [H · D, …]. What makes q or k (matrix, bias, norm of a head), with the heads' rotary
+    coordinates last and in halves, as `attend` wants them.
 
-    In Phi-3's checkpoints they come first. That moves q and k alike, and no product of the two
-    depends on their order.
+    In checkpoints of Phi-3 and GLM-4 they come first, and GLM-4's lie in pairs (2i, 2i + 1). That
+    moves q and k alike, and no product of the two depends on their order.
     """
-    turns = name.endswith(("q_proj.weight", "k_proj.weight"))
-    if not turns or config.mla is not None or config.rope_dim == config.head_dim:
+    if not name.endswith(OF_Q_AND_K) or not moves_rows(config):
         return tensor
-    heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, hidden_size]
-    return heads.roll(-config.rope_dim, dims=1).flatten(0, 1)
+    heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, …]
+    turning, rest = heads[:, : config.rope_dim], heads[:, config.rope_dim :]
+    if FAMILIES[config.model_type].rope_in_pairs:
+        turning = torch.cat([turning[:, 0::2], turning[:, 1::2]], dim=1)
+    return torch.cat([rest, turning], dim=1).flatten(0, 1)
 
 
 class Place(NamedTuple):
@@ -56,13 +68,17 @@ def stored_name(name: str, config: ModelConfig) -> str:
 
 
 def predicts_further(key: str, config: ModelConfig) -> bool:
-    """Whether a tensor belongs to DeepSeek-V3's layers behind the last one, which predict tokens
-    further ahead.
+    """Whether a tensor belongs to a layer behind the last one, which predicts tokens further ahead
+    (DeepSeek-V3, GLM-4.5).
 
-    transformers leaves them out as well (it names layer 61). No other model may have such a layer.
+    transformers leaves them out as well (it names layer 61). Other families may have no such layer.
     """
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]
-    if config.mla is None or part != "layers" or not index.isdecimal():
+    if (
+        not FAMILIES[config.model_type].predicts_further
+        or part != "layers"
+        or not index.isdecimal()
+    ):
         return False
     return int(index) >= config.num_hidden_layers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lessons.toolbox.model.arguments import check_kind, check_positive, named, refuse
 
-ROPE_TYPES = ("linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "none")
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -18,10 +18,11 @@ class RopeScaling:
     """How a checkpoint stretches RoPE beyond the context it was trained on.
 
     rope_type: "linear" (every wavelength times `factor`), "llama3" (only the long ones, smoothly;
-    Llama 3.1), "yarn" (a ramp over the coordinates, and q · k grow a little; Qwen, DeepSeek) or
-    "longrope" (each wavelength times a factor of its own, and q · k grow a little; Phi-3). None of
-    the optional fields: as the published code has it. Raises ValueError for another type, a factor
-    that is not positive, or factors that leave no band to blend.
+    Llama 3.1), "yarn" (a ramp over the coordinates, and q · k grow a little; Qwen, DeepSeek),
+    "longrope" (each wavelength times a factor of its own, and q · k grow a little; Phi-3) or "none"
+    (nothing turns; some layers of SmolLM3). None of the optional fields: as the published code has
+    it. Raises ValueError for another type, a factor that is not positive, or factors that leave no
+    band to blend.
     """
 
     rope_type: str
@@ -71,10 +72,10 @@ class RopeScaling:
                 f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor "
                 f"({self.low_freq_factor})"
             )
-        # because the ramp runs from the fast pairs to the slow ones
-        if self.beta_fast <= self.beta_slow:
+        # because the ramp runs from the fast pairs to the slow ones; Kimi-K2's has no width
+        if self.beta_fast < self.beta_slow:
             raise ValueError(
-                f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow})"
+                f"beta_fast ({self.beta_fast}) must not be below beta_slow ({self.beta_slow})"
             )
 
     def is_long(self, context_len: int) -> bool:
