@@ -24,12 +24,24 @@ class Pages:
         self.is_gpu = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.is_gpu else None
         self.movers = movers(self.device)
-        self.sizes = [self.movers.block_bytes(pool) for pool in self.pools]
+        self.sizes = [self.row_bytes(pool) for pool in self.pools]
 
     @property
     def block_bytes(self) -> int:
         """Of a row."""
         return sum(self.sizes)
+
+    def row_bytes(self, pool: KVPool) -> int:
+        """What a block of one of the pools takes of a row."""
+        return self.movers.block_bytes(pool)
+
+    def pack(self, pool: KVPool, blocks: Sequence[int]) -> Tensor:
+        """The part of the rows that is this pool's: [len(blocks), row_bytes] uint8."""
+        return self.movers.gather(pool, blocks)
+
+    def unpack(self, pool: KVPool, blocks: Sequence[int], rows: Tensor) -> None:
+        """What `pack` returned, into these blocks of this pool."""
+        self.movers.scatter(pool, blocks, rows.contiguous())
 
     def now(self):
         """A mark in the GPU's work: what was launched so far. None on a CPU, where it has ended."""
@@ -41,7 +53,7 @@ class Pages:
     def read(self, blocks: Sequence[int], after) -> Tensor:
         """Copies in host memory: [len(blocks), bytes of a block] uint8."""
         with self.beside(after):
-            packed = torch.cat([self.movers.gather(pool, blocks) for pool in self.pools], dim=1)
+            packed = torch.cat([self.pack(pool, blocks) for pool in self.pools], dim=1)
             if self.is_gpu:
                 there = torch.empty_like(packed, device="cpu", pin_memory=True)
                 there.copy_(packed, non_blocking=True)
@@ -55,7 +67,7 @@ class Pages:
         with self.beside(after):
             packed = packed.to(self.device, non_blocking=True)
             for pool, part in zip(self.pools, packed.split(self.sizes, dim=1)):
-                self.movers.scatter(pool, blocks, part.contiguous())
+                self.unpack(pool, blocks, part)
             if self.is_gpu:
                 self.stream.synchronize()
 

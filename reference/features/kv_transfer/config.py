@@ -3,6 +3,7 @@ one line.
 
 Source: vLLM, vllm/config/kv_transfer.py; what a proxy sends and gets back:
 tests/v1/kv_connector/nixl_integration/toy_proxy_server.py and NixlConnector's request_finished.
+`serde` with its keys is LMCache's, docs/source/mp/serde.rst.
 """
 
 import json
@@ -19,6 +20,7 @@ ROLES = ("kv_producer", "kv_consumer", "kv_both")
 NAME = "kv_transfer_config"
 PARAMS = "kv_transfer_params"
 FLAGS = ("do_remote_decode", "do_remote_prefill")
+E4M3 = "float8_e4m3fn"  # PyTorch's name, and LMCache's
 # What a request may say beside the two: kinds of values that are not None.
 REMOTE = {
     "remote_engine_id": str,
@@ -39,8 +41,9 @@ class KVTransferConfig:
     both. kv_ip, kv_port: where a consumer listens; port 0 takes a free one. For a producer alone:
     where it sends what no request says a place for. kv_buffer_size: bytes of host memory for blocks
     that have come and were not asked for yet. engine_id: a name for logs; None draws one.
-    kv_connector_extra_config: {"timeout_s": how long the other end may take to answer}. Of the
-    others vLLM's default alone is accepted, or what fits.
+    kv_connector_extra_config: {"timeout_s": how long the other end may take to answer, "serde":
+    {"type": "fp8"} rounds blocks on their way to E4M3, in rounded.py; without it they come as they
+    are}. Of the others vLLM's default alone is accepted, or what fits.
     """
 
     kv_connector: str | None = None
@@ -77,9 +80,10 @@ class KVTransferConfig:
         recomputes = self.kv_load_failure_policy == "recompute"
         self._require("kv_load_failure_policy", recomputes, "recompute")
         extra = self.kv_connector_extra_config
-        is_known = isinstance(extra, dict) and extra.keys() <= {"timeout_s"}
+        is_known = isinstance(extra, dict) and extra.keys() <= {"timeout_s", "serde"}
         is_time = is_known and is_number(self.timeout_s, 0) and self.timeout_s > 0
-        self._require("kv_connector_extra_config", is_time, '{"timeout_s": seconds, above 0}')
+        accepted = '{"timeout_s": seconds, above 0, "serde": {"type": "fp8"}}'
+        self._require("kv_connector_extra_config", is_time and self.has_known_serde, accepted)
         self.engine_id = self.engine_id or str(uuid.uuid4())
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
@@ -106,6 +110,20 @@ class KVTransferConfig:
     def timeout_s(self) -> float:
         """How long the other end may take to answer."""
         return self.kv_connector_extra_config.get("timeout_s", 10.0)
+
+    @property
+    def has_known_serde(self) -> bool:
+        """Whether `serde` names none, or one of SERDES with its own dtype."""
+        serde = self.kv_connector_extra_config.get("serde")
+        if serde is None:
+            return True
+        own = serde.keys() <= {"type", "fp8_dtype"} if isinstance(serde, dict) else False
+        return own and serde.get("type") == "fp8" and serde.get("fp8_dtype", E4M3) == E4M3
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether blocks travel in 8 bits."""
+        return self.kv_connector_extra_config.get("serde") is not None
 
     @property
     def is_shared(self) -> bool:
@@ -166,6 +184,8 @@ def check_elsewhere(args) -> None:
     if size is None:
         accepted = "None without kv_offloading_size, the host memory that blocks pass through"
         require("kv_offloading_folder", folder is None, accepted)
+    if args.kv_transfer_config is not None and args.kv_transfer_config.is_rounded:
+        check_rounded(args)
     asked = {"kv_offloading_size": "offloading", NAME: "transfer"}
     asked = {name: one for name, one in asked.items() if getattr(args, name) is not None}
     for name, feature in asked.items():
@@ -184,6 +204,17 @@ def check_elsewhere(args) -> None:
             if is_asked:
                 value = shown_config(args, name)
                 refuse_together(name, value, feature, other, f"None {where}")
+
+
+def check_rounded(args) -> None:
+    """Raise ValueError where blocks that are rounded on their way make no sense."""
+    name, asked = f"{NAME}.kv_connector_extra_config.serde", "fp8"
+    if args.kv_cache_dtype != "auto":
+        where = f"kv_cache_dtype={args.kv_cache_dtype!r}"
+        refuse(name, asked, f"None with {where}, because codes travel as they are")
+    if args.batch_invariant:
+        why = "rounded blocks give other bits than computed ones"
+        refuse(name, asked, f"None with batch_invariant=True, because {why}")
 
 
 def shown_config(args, name: str) -> Any:

@@ -17,7 +17,12 @@ from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import HostTier
 from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
-from reference.features.kv_transfer.config import PARAMS, KVTransferConfig, read_params
+from reference.features.kv_transfer.config import (
+    E4M3,
+    PARAMS,
+    KVTransferConfig,
+    read_params,
+)
 from reference.features.kv_transfer.connector import ReadFirst, TransferConnector
 from reference.features.kv_transfer.handover import Departure, TransferBlockManager, TransferHost
 from reference.features.kv_transfer.wire import Address, shared_address
@@ -39,10 +44,10 @@ def transfer_blocks(
     address that is taken.
     """
     config: KVTransferConfig = args.kv_transfer_config
-    pages = Pages([runner.pool, *others])
+    pages, of = pages_and_name(config, runner, others)
     rows = int(config.kv_buffer_size // pages.block_bytes) if config.is_consumer else 0
     inbox = HostTier(rows, pages.block_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
-    connector = TransferConnector(pages, format_of(runner, pages), inbox, config.timeout_s)
+    connector = TransferConnector(pages, of, inbox, config.timeout_s)
     if config.is_consumer:
         try:
             connector.listen(own_address(config), cache.block_of.__contains__)
@@ -50,6 +55,21 @@ def transfer_blocks(
             place = f"{config.kv_ip}:{config.kv_port}"
             refuse("kv_transfer_config.kv_port", place, f"a free one ({error.strerror})")
     return TransferBlockManager(runner.pool.num_blocks, args.block_size, cache, connector)
+
+
+def pages_and_name(
+    config: KVTransferConfig, runner: ModelRunner, others: Iterable[KVPool]
+) -> tuple[Pages, str]:
+    """(blocks as they travel, a name of the model and of that format). Two engines whose names
+    differ exchange nothing, so no engine takes rounded blocks that wants exact ones.
+    """
+    if not config.is_rounded:
+        pages = Pages([runner.pool, *others])
+        return pages, format_of(runner, pages)
+    from reference.features.kv_transfer.rounded import RoundedPages
+
+    pages = RoundedPages([runner.pool, *others])
+    return pages, f"{format_of(runner, pages)} in {E4M3}"
 
 
 def own_address(config: KVTransferConfig) -> Address:
