@@ -53,13 +53,16 @@ class Pages:
     def read(self, blocks: Sequence[int], after) -> Tensor:
         """Copies in host memory: [len(blocks), bytes of a block] uint8."""
         with self.beside(after):
-            packed = torch.cat([self.pack(pool, blocks) for pool in self.pools], dim=1)
-            if self.is_gpu:
-                there = torch.empty_like(packed, device="cpu", pin_memory=True)
-                there.copy_(packed, non_blocking=True)
-                self.stream.synchronize()
-                packed = there
-        return packed
+            return self.on_host(torch.cat([self.pack(pool, blocks) for pool in self.pools], dim=1))
+
+    def on_host(self, packed: Tensor) -> Tensor:
+        """The same bytes in host memory, once they are there. Inside `beside`."""
+        if not self.is_gpu:
+            return packed
+        there = torch.empty_like(packed, device="cpu", pin_memory=True)
+        there.copy_(packed, non_blocking=True)
+        self.stream.synchronize()
+        return there
 
     @torch.inference_mode()
     def write(self, blocks: Sequence[int], packed: Tensor, after) -> None:

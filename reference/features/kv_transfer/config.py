@@ -3,7 +3,7 @@ one line.
 
 Source: vLLM, vllm/config/kv_transfer.py; what a proxy sends and gets back:
 tests/v1/kv_connector/nixl_integration/toy_proxy_server.py and NixlConnector's request_finished.
-`serde` with its keys is LMCache's, docs/source/mp/serde.rst.
+`serde` with its keys is LMCache's, docs/source/mp/serde.rst; so is the name `use_layerwise`.
 """
 
 import json
@@ -20,6 +20,7 @@ ROLES = ("kv_producer", "kv_consumer", "kv_both")
 NAME = "kv_transfer_config"
 PARAMS = "kv_transfer_params"
 FLAGS = ("do_remote_decode", "do_remote_prefill")
+LAYERWISE = "use_layerwise"
 E4M3 = "float8_e4m3fn"  # PyTorch's name, and LMCache's
 # What a request may say beside the two: kinds of values that are not None.
 REMOTE = {
@@ -43,7 +44,8 @@ class KVTransferConfig:
     that have come and were not asked for yet. engine_id: a name for logs; None draws one.
     kv_connector_extra_config: {"timeout_s": how long the other end may take to answer, "serde":
     {"type": "fp8"} rounds blocks on their way to E4M3, in rounded.py; without it they come as they
-    are}. Of the others vLLM's default alone is accepted, or what fits.
+    are, "use_layerwise": True sends each layer when it has run, in layers.py}. Of the others vLLM's
+    default alone is accepted, or what fits.
     """
 
     kv_connector: str | None = None
@@ -80,10 +82,14 @@ class KVTransferConfig:
         recomputes = self.kv_load_failure_policy == "recompute"
         self._require("kv_load_failure_policy", recomputes, "recompute")
         extra = self.kv_connector_extra_config
-        is_known = isinstance(extra, dict) and extra.keys() <= {"timeout_s", "serde"}
+        is_known = isinstance(extra, dict) and extra.keys() <= {"timeout_s", "serde", LAYERWISE}
         is_time = is_known and is_number(self.timeout_s, 0) and self.timeout_s > 0
-        accepted = '{"timeout_s": seconds, above 0, "serde": {"type": "fp8"}}'
-        self._require("kv_connector_extra_config", is_time and self.has_known_serde, accepted)
+        fits = is_time and self.has_known_serde and isinstance(extra.get(LAYERWISE, False), bool)
+        accepted = (
+            '{"timeout_s": seconds, above 0, "serde": {"type": "fp8"}, "use_layerwise": True '
+            "or False}"
+        )
+        self._require("kv_connector_extra_config", fits, accepted)
         self.engine_id = self.engine_id or str(uuid.uuid4())
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
@@ -124,6 +130,11 @@ class KVTransferConfig:
     def is_rounded(self) -> bool:
         """Whether blocks travel in 8 bits."""
         return self.kv_connector_extra_config.get("serde") is not None
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether each layer of a block leaves when it has run."""
+        return self.kv_connector_extra_config.get(LAYERWISE, False)
 
     @property
     def is_shared(self) -> bool:

@@ -25,6 +25,7 @@ from reference.features.kv_transfer.config import (
 )
 from reference.features.kv_transfer.connector import ReadFirst, TransferConnector
 from reference.features.kv_transfer.handover import Departure, TransferBlockManager, TransferHost
+from reference.features.kv_transfer.layers import LayerByLayer, LayeredPages
 from reference.features.kv_transfer.wire import Address, shared_address
 from reference.features.offload import format_of, salt_of
 
@@ -44,9 +45,10 @@ def transfer_blocks(
     address that is taken.
     """
     config: KVTransferConfig = args.kv_transfer_config
-    pages, of = pages_and_name(config, runner, others)
-    rows = int(config.kv_buffer_size // pages.block_bytes) if config.is_consumer else 0
-    inbox = HostTier(rows, pages.block_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
+    pages, of = pages_and_name(config, runner, list(others))
+    size = pages.part_bytes if config.is_layerwise else pages.block_bytes
+    rows = int(config.kv_buffer_size // size) if config.is_consumer else 0
+    inbox = HostTier(rows, size, order=ReadFirst(), pin_memory=pages.is_gpu)
     connector = TransferConnector(pages, of, inbox, config.timeout_s)
     if config.is_consumer:
         try:
@@ -54,22 +56,32 @@ def transfer_blocks(
         except OSError as error:
             place = f"{config.kv_ip}:{config.kv_port}"
             refuse("kv_transfer_config.kv_port", place, f"a free one ({error.strerror})")
-    return TransferBlockManager(runner.pool.num_blocks, args.block_size, cache, connector)
+    blocks = TransferBlockManager(runner.pool.num_blocks, args.block_size, cache, connector)
+    if config.is_layerwise and config.is_producer:
+        runner.layers = LayerByLayer(blocks)
+    return blocks
 
 
 def pages_and_name(
-    config: KVTransferConfig, runner: ModelRunner, others: Iterable[KVPool]
+    config: KVTransferConfig, runner: ModelRunner, others: list[KVPool]
 ) -> tuple[Pages, str]:
     """(blocks as they travel, a name of the model and of that format). Two engines whose names
-    differ exchange nothing, so no engine takes rounded blocks that wants exact ones.
+    differ exchange nothing, so no engine takes rounded blocks that wants exact ones. Raises
+    ValueError.
     """
-    if not config.is_rounded:
-        pages = Pages([runner.pool, *others])
-        return pages, format_of(runner, pages)
-    from reference.features.kv_transfer.rounded import RoundedPages
+    kind, form = Pages, ""
+    if config.is_rounded:
+        from reference.features.kv_transfer.rounded import RoundedPages
 
-    pages = RoundedPages([runner.pool, *others])
-    return pages, f"{format_of(runner, pages)} in {E4M3}"
+        kind, form = RoundedPages, f" in {E4M3}"
+    if not config.is_layerwise:
+        pages = kind([runner.pool, *others])
+    elif others:
+        accepted = "False with a draft that has K and V, because its layers are not the model's"
+        refuse("kv_transfer_config.kv_connector_extra_config.use_layerwise", True, accepted)
+    else:
+        pages, form = LayeredPages(runner.pool, kind), f"{form} by layer"
+    return pages, format_of(runner, pages) + form
 
 
 def own_address(config: KVTransferConfig) -> Address:
@@ -120,7 +132,7 @@ class Transfers:
             refuse(f"{PARAMS}.do_remote_decode", True, f"False of a {config.kv_role}")
         to = self.destination(params)
         if to is not None:
-            request.departure = Departure(to)
+            request.departure = Departure(to, self.blocks.connector.parts)
 
     def destination(self, params: dict) -> Address | None:
         """The consumer that a request names, or the one of kv_ip and kv_port; None: there is none,
