@@ -113,7 +113,7 @@ def test_a_part_has_a_name_of_its_own():
 
 
 def test_a_block_is_whole_once_all_its_layers_are_here():
-    tier = Parts(HostTier(4, 8), 3)
+    tier = Parts(HostTier(4, 8), 3, last=[2])
     layers = [torch.full((8,), part, dtype=torch.uint8) for part in range(3)]
     for part in (0, 1):
         tier.inner.put(part_of(key(1), part), layers[part])

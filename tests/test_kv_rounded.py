@@ -52,13 +52,18 @@ def as_sent(pool, blocks) -> list[torch.Tensor]:
     return [pool.blocks(slots)[:, blocks].double() for slots in stored(pool)]
 
 
-def check_error(sent: list[torch.Tensor], come: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Each number within the error that rounded.py states, which is added to that of the dtype."""
+def check_error(
+    sent: list[torch.Tensor], come: list[torch.Tensor], dtype: torch.dtype, slack: float = 0.0
+) -> None:
+    """Each number within the error that rounded.py states, to which that of the dtype is added, and
+    so much of the largest number of its head.
+    """
     limits = torch.finfo(dtype)
     for x, y in zip(sent, come):
         amax = x.abs().amax(dim=(2, 4), keepdim=True)  # of a head in a block
         allowed = torch.maximum(x.abs() / 17, amax / 458752) * (1 + 1e-6)
         allowed += y.abs() * limits.eps / 2 + limits.smallest_normal * limits.eps
+        allowed += slack * amax
         assert ((x - y).abs() <= allowed).all(), (x - y).abs().sub(allowed).max()
 
 

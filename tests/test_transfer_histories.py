@@ -69,7 +69,7 @@ class Halves(LayeredPages):
     def __init__(self, memory):
         self.each = [Pages([Half(memory, index)]) for index in range(2)]
         Pages.__init__(self, [memory])
-        self.part_bytes = self.each[0].block_bytes
+        self.parts, self.last_parts = 2, (1,)
 
 
 class LayeredRunner(VirtualRunner):

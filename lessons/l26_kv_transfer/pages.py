@@ -16,7 +16,12 @@ from lessons.l26_kv_transfer.stand_ins import movers
 
 
 class Pages:
-    """pools: all that a block holds, the target's and perhaps a draft's."""
+    """pools: all that a block holds, the target's and perhaps a draft's. parts: in so many a row may
+    travel, side by side; last_parts: those of which one comes last.
+    """
+
+    parts = 1
+    last_parts: Sequence[int] = (0,)
 
     def __init__(self, pools: Sequence[KVPool]):
         self.pools = list(pools)
@@ -30,6 +35,11 @@ class Pages:
     def block_bytes(self) -> int:
         """Of a row."""
         return sum(self.sizes)
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a part; all have the same."""
+        return self.block_bytes // self.parts
 
     def row_bytes(self, pool: KVPool) -> int:
         """What a block of one of the pools takes of a row."""

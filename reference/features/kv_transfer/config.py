@@ -4,6 +4,7 @@ one line.
 Source: vLLM, vllm/config/kv_transfer.py; what a proxy sends and gets back:
 tests/v1/kv_connector/nixl_integration/toy_proxy_server.py and NixlConnector's request_finished.
 `serde` with its keys is LMCache's, docs/source/mp/serde.rst; so is the name `use_layerwise`.
+`prefill` is vllm-ascend's, for its MooncakeConnectorV1.
 """
 
 import json
@@ -21,6 +22,11 @@ NAME = "kv_transfer_config"
 PARAMS = "kv_transfer_params"
 FLAGS = ("do_remote_decode", "do_remote_prefill")
 LAYERWISE = "use_layerwise"
+EXTRA = ("timeout_s", "serde", LAYERWISE, "prefill")
+ACCEPTED_EXTRA = (
+    '{"timeout_s": seconds, above 0, "serde": {"type": "fp8"}, "use_layerwise": True, or of a '
+    'kv_consumer "prefill": {"tp_size": ranks}}'
+)
 E4M3 = "float8_e4m3fn"  # PyTorch's name, and LMCache's
 # What a request may say beside the two: kinds of values that are not None.
 REMOTE = {
@@ -44,8 +50,9 @@ class KVTransferConfig:
     that have come and were not asked for yet. engine_id: a name for logs; None draws one.
     kv_connector_extra_config: {"timeout_s": how long the other end may take to answer, "serde":
     {"type": "fp8"} rounds blocks on their way to E4M3, in rounded.py; without it they come as they
-    are, "use_layerwise": True sends each layer when it has run, in layers.py}. Of the others vLLM's
-    default alone is accepted, or what fits.
+    are, "use_layerwise": True sends each layer when it has run, in layers.py, "prefill":
+    {"tp_size": 2} of a consumer takes blocks from producers of two ranks, in heads.py}. Of the
+    others vLLM's default alone is accepted, or what fits.
     """
 
     kv_connector: str | None = None
@@ -82,14 +89,10 @@ class KVTransferConfig:
         recomputes = self.kv_load_failure_policy == "recompute"
         self._require("kv_load_failure_policy", recomputes, "recompute")
         extra = self.kv_connector_extra_config
-        is_known = isinstance(extra, dict) and extra.keys() <= {"timeout_s", "serde", LAYERWISE}
+        is_known = isinstance(extra, dict) and extra.keys() <= set(EXTRA)
         is_time = is_known and is_number(self.timeout_s, 0) and self.timeout_s > 0
-        fits = is_time and self.has_known_serde and isinstance(extra.get(LAYERWISE, False), bool)
-        accepted = (
-            '{"timeout_s": seconds, above 0, "serde": {"type": "fp8"}, "use_layerwise": True '
-            "or False}"
-        )
-        self._require("kv_connector_extra_config", fits, accepted)
+        fits = is_time and self.has_known_serde and self.has_known_parts
+        self._require("kv_connector_extra_config", fits, ACCEPTED_EXTRA)
         self.engine_id = self.engine_id or str(uuid.uuid4())
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
@@ -125,6 +128,22 @@ class KVTransferConfig:
             return True
         own = serde.keys() <= {"type", "fp8_dtype"} if isinstance(serde, dict) else False
         return own and serde.get("type") == "fp8" and serde.get("fp8_dtype", E4M3) == E4M3
+
+    @property
+    def has_known_parts(self) -> bool:
+        """Whether it is said in a known way in which parts blocks travel, and in one alone."""
+        by_layer = self.kv_connector_extra_config.get(LAYERWISE, False)
+        prefill = self.kv_connector_extra_config.get("prefill", {})
+        is_known = isinstance(prefill, dict) and prefill.keys() <= {"tp_size"}
+        if not is_known or not isinstance(by_layer, bool):
+            return False
+        ranks = prefill.get("tp_size", 1)
+        return is_whole(ranks) and (ranks == 1 or (not by_layer and self.kv_role == "kv_consumer"))
+
+    @property
+    def prefill_ranks(self) -> int:
+        """Of a consumer: how many ranks each producer has that sends to it."""
+        return self.kv_connector_extra_config.get("prefill", {}).get("tp_size", 1)
 
     @property
     def is_rounded(self) -> bool:
@@ -206,7 +225,7 @@ def check_elsewhere(args) -> None:
         others = {
             "processes": (
                 "where the model is in other processes (…_parallel_size)",
-                args.has_workers,
+                args.has_workers and not (feature == "transfer" and may_send_parts(args)),
             ),
             "swap": ('with preemption_mode="swap"', args.preemption_mode == "swap"),
             "offloading": ("with kv_offloading_size", size is not None and feature == "transfer"),
@@ -215,6 +234,16 @@ def check_elsewhere(args) -> None:
             if is_asked:
                 value = shown_config(args, name)
                 refuse_together(name, value, feature, other, f"None {where}")
+
+
+def may_send_parts(args) -> bool:
+    """Whether the workers of an engine may send blocks: ranks that share each layer, and have
+    nothing to receive.
+    """
+    config, ranks = args.kv_transfer_config, args.tensor_parallel_size
+    is_cut_by_heads = ranks > 1 and args.pipeline_parallel_size == args.data_parallel_size == 1
+    is_plain = args.kv_cache_dtype == "auto" and not config.is_layerwise
+    return is_cut_by_heads and is_plain and config.kv_role == "kv_producer"
 
 
 def check_rounded(args) -> None:

@@ -8,7 +8,8 @@ The producer pushes. A block is sent as soon as a chunk of the prompt has filled
 prompt has arrived when its last chunk has run. It arrives in the consumer's inbox, which is a
 HostTier. So what the consumer does with it is what an engine with tiers does: `matched` looks into
 the inbox, and `start_load` copies to the pool. With pages that come layer by layer, the inbox holds
-parts of blocks, and layers.py says when a block is whole.
+parts of blocks, and layers.py says when a block is whole. So it is with a producer of several
+ranks, each of which sends its heads (heads.py).
 
 What can go wrong costs blocks, and a block that did not come is computed. A consumer that does not
 answer costs the producer one timeout; then nothing is sent to it for as long.
@@ -24,7 +25,7 @@ from torch import Tensor
 from lessons.l26_kv_transfer.connector import Job, TierConnector
 from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import HostTier, Key, Lru
-from reference.features.kv_transfer.layers import LayeredPages, Parts
+from reference.features.kv_transfer.layers import Parts
 from reference.features.kv_transfer.links import Link, Sending
 from reference.features.kv_transfer.listener import Listener
 from reference.features.kv_transfer.wire import Address, key_and_part
@@ -40,18 +41,17 @@ class ReadFirst(Lru):
 
 
 class TransferConnector(TierConnector):
-    """A KVConnector between engines. of: names the model and the format of its blocks. inbox: where
+    """A KVConnector between engines. tp_size: ranks that share the model here. of: names the model and the format of its blocks. inbox: where
     blocks from others wait, or the parts in which they come; of a producer it may have room for
     none. timeout_s: for an answer of the other end.
     """
 
     def __init__(self, pages: Pages, of: str, inbox: HostTier, timeout_s: float = 10.0):
-        self.parts, self.part_bytes, tier = 1, pages.block_bytes, inbox
-        if isinstance(pages, LayeredPages):
-            self.parts, self.part_bytes = pages.parts, pages.part_bytes
-            tier = Parts(inbox, pages.parts)
+        self.parts, self.part_bytes, tier = pages.parts, pages.part_bytes, inbox
+        if self.parts > 1:
+            tier = Parts(inbox, self.parts, pages.last_parts)
         super().__init__(pages, tier, timeout_s)
-        self.of, self.timeout_s, self.inbox = of, timeout_s, inbox
+        self.of, self.timeout_s, self.inbox, self.tp_size = of, timeout_s, inbox, 1
         self.links: dict[Address, Link] = {}
         # One thread, so that the beginning of a prompt leaves first: what follows needs it.
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
@@ -108,9 +108,14 @@ class TransferConnector(TierConnector):
         """Begin to send one layer of blocks of the pool, which has just been written. They may be
         taken when this returns.
         """
+        return self.send_packed(to, keys, blocks, part, self.pages.packed(part, blocks))
+
+    def send_packed(
+        self, to: Address, keys: Sequence[Key], blocks: Sequence[int], part: int, packed: Tensor
+    ) -> Sending:
+        """Begin to send a part that was packed just now, by work that the device was given."""
         sending, link = Sending(list(keys), list(blocks), part=part), self.link(to)
         self.under_way.add(sending.here)
-        packed = self.pages.packed(part, sending.blocks)
         self.reader.submit(self.bring, packed, self.pages.now(), link, sending)
         return sending
 

@@ -53,18 +53,14 @@ class OneLayer:
 
 class LayeredPages(Pages):
     """Pages whose rows hold layer after layer. kind: how a layer's part is packed, Pages or
-    RoundedPages. part_bytes: of a layer's part, the same for all.
+    RoundedPages.
     """
 
     def __init__(self, pool: KVPool, kind: type[Pages] = Pages):
         self.each = [kind([OneLayer(pool, index)]) for index in range(len(pool.layers))]
         super().__init__([pool])
-        self.part_bytes = self.each[0].block_bytes
-
-    @property
-    def parts(self) -> int:
-        """Of a row."""
-        return len(self.each)
+        self.parts = len(self.each)
+        self.last_parts = (self.parts - 1,)  # because layers leave one after the other
 
     def row_bytes(self, pool: KVPool) -> int:
         return sum(one.block_bytes for one in self.each)
@@ -86,14 +82,16 @@ class LayeredPages(Pages):
 
 
 class Parts:
-    """Whole blocks over a tier of parts, which come one by one. inner: keeps them by name."""
+    """Whole blocks over a tier of parts, which come one by one. inner: keeps them by name. last:
+    those parts of which one comes after all others.
+    """
 
-    def __init__(self, inner: HostTier, parts: int):
-        self.inner, self.parts = inner, parts
+    def __init__(self, inner: HostTier, parts: int, last: Sequence[int]):
+        self.inner, self.parts, self.last = inner, parts, last
 
     def has(self, key: Key) -> bool:
-        """Whether the last part is here, because it comes after all others."""
-        return self.inner.has(part_of(key, self.parts - 1))
+        """Whether all parts have come. One may be lost since; then `get` says so."""
+        return all(self.inner.has(part_of(key, part)) for part in self.last)
 
     def get(self, key: Key) -> Tensor | None:
         found = [self.inner.get(part_of(key, part)) for part in range(self.parts)]

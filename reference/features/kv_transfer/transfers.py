@@ -19,6 +19,7 @@ from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
 from reference.features.kv_transfer.config import (
     E4M3,
+    LAYERWISE,
     PARAMS,
     KVTransferConfig,
     read_params,
@@ -45,10 +46,13 @@ def transfer_blocks(
     address that is taken.
     """
     config: KVTransferConfig = args.kv_transfer_config
-    pages, of = pages_and_name(config, runner, list(others))
-    size = pages.part_bytes if config.is_layerwise else pages.block_bytes
-    rows = int(config.kv_buffer_size // size) if config.is_consumer else 0
-    inbox = HostTier(rows, size, order=ReadFirst(), pin_memory=pages.is_gpu)
+    if args.has_workers:
+        from reference.parallel.transfers import sending_blocks
+
+        return sending_blocks(args, runner, list(others), cache)
+    pages, of = pages_and_name(args, runner, list(others))
+    rows = int(config.kv_buffer_size // pages.part_bytes) if config.is_consumer else 0
+    inbox = HostTier(rows, pages.part_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
     connector = TransferConnector(pages, of, inbox, config.timeout_s)
     if config.is_consumer:
         try:
@@ -62,25 +66,38 @@ def transfer_blocks(
     return blocks
 
 
+def kind_and_form(config: KVTransferConfig) -> tuple[type[Pages], str]:
+    """(how a block of a pool becomes a row, what the name of the format says of it)"""
+    if not config.is_rounded:
+        return Pages, ""
+    from reference.features.kv_transfer.rounded import RoundedPages
+
+    return RoundedPages, f" in {E4M3}"
+
+
 def pages_and_name(
-    config: KVTransferConfig, runner: ModelRunner, others: list[KVPool]
+    args: EngineArgs, runner: ModelRunner, others: list[KVPool]
 ) -> tuple[Pages, str]:
     """(blocks as they travel, a name of the model and of that format). Two engines whose names
     differ exchange nothing, so no engine takes rounded blocks that wants exact ones. Raises
     ValueError.
     """
-    kind, form = Pages, ""
-    if config.is_rounded:
-        from reference.features.kv_transfer.rounded import RoundedPages
+    config: KVTransferConfig = args.kv_transfer_config
+    (kind, form), ranks = kind_and_form(config), config.prefill_ranks
+    if others and (config.is_layerwise or ranks > 1):
+        asked, value = (LAYERWISE, True) if config.is_layerwise else ("prefill", ranks)
+        accepted = "none with a draft that has K and V, because they are cut otherwise"
+        refuse(f"kv_transfer_config.kv_connector_extra_config.{asked}", value, accepted)
+    if ranks > 1:
+        from reference.features.kv_transfer.heads import HeadPages, check_cut, weights_name
 
-        kind, form = RoundedPages, f" in {E4M3}"
-    if not config.is_layerwise:
-        pages = kind([runner.pool, *others])
-    elif others:
-        accepted = "False with a draft that has K and V, because its layers are not the model's"
-        refuse("kv_transfer_config.kv_connector_extra_config.use_layerwise", True, accepted)
-    else:
+        check_cut("kv_connector_extra_config.prefill.tp_size", runner.model.config, ranks)
+        name = weights_name(args, runner.model.dtype)
+        return HeadPages(runner.pool, ranks, kind), f"{name}{form} of {ranks} ranks"
+    if config.is_layerwise:
         pages, form = LayeredPages(runner.pool, kind), f"{form} by layer"
+    else:
+        pages = kind([runner.pool, *others])
     return pages, format_of(runner, pages) + form
 
 
@@ -183,5 +200,5 @@ class Transfers:
             "remote_block_ids": arrived,
             "remote_host": request.departure.to.host,
             "remote_port": request.departure.to.port,
-            "tp_size": 1,
+            "tp_size": self.blocks.connector.tp_size,
         }
