@@ -14,6 +14,7 @@ from lessons.l26_kv_transfer.pages import Pages
 from reference import EngineArgs
 from reference.features.kv_transfer.heads import HeadPages, weights_name
 from reference.features.kv_transfer.rounded import RoundedPages
+from reference.features.kv_transfer.transfers import pages_and_name
 from tests.parallel_cases import (
     assert_all_gone,
     parallel_engine,
@@ -235,6 +236,14 @@ def test_what_ranks_cannot_send(role, own, extra):
 def test_a_consumer_of_parts_that_cannot_be(role, extra):
     with pytest.raises(ValueError, match=r"kv_connector_extra_config: got .*prefill"):
         EngineArgs("models/tiny", kv_transfer_config=transfer(KINDS[0], role, **extra))
+
+
+@pytest.mark.parametrize("extra", [BY_TWO, {"use_layerwise": True}])
+def test_a_drafts_blocks_travel_whole(extra):
+    own = transfer(KINDS[0], "kv_consumer", **extra)
+    args = EngineArgs("models/tiny", kv_transfer_config=own)
+    with pytest.raises(ValueError, match=r"got (2|True); accepted: none with a draft that has K"):
+        pages_and_name(args, None, ["the draft's pool"])
 
 
 def test_heads_that_cannot_be_shared(tmp_path, seed):

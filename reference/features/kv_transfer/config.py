@@ -122,12 +122,13 @@ class KVTransferConfig:
 
     @property
     def has_known_serde(self) -> bool:
-        """Whether `serde` names none, or one of SERDES with its own dtype."""
+        """Whether `serde` names no format, or the one that there is."""
         serde = self.kv_connector_extra_config.get("serde")
         if serde is None:
             return True
-        own = serde.keys() <= {"type", "fp8_dtype"} if isinstance(serde, dict) else False
-        return own and serde.get("type") == "fp8" and serde.get("fp8_dtype", E4M3) == E4M3
+        if not isinstance(serde, dict) or not serde.keys() <= {"type", "fp8_dtype"}:
+            return False
+        return serde.get("type") == "fp8" and serde.get("fp8_dtype", E4M3) == E4M3
 
     @property
     def has_known_parts(self) -> bool:

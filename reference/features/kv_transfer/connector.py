@@ -41,9 +41,9 @@ class ReadFirst(Lru):
 
 
 class TransferConnector(TierConnector):
-    """A KVConnector between engines. tp_size: ranks that share the model here. of: names the model and the format of its blocks. inbox: where
+    """A KVConnector between engines. of: names the model and the format of its blocks. inbox: where
     blocks from others wait, or the parts in which they come; of a producer it may have room for
-    none. timeout_s: for an answer of the other end.
+    none. timeout_s: for an answer of the other end. tp_size: ranks that share the model here.
     """
 
     def __init__(self, pages: Pages, of: str, inbox: HostTier, timeout_s: float = 10.0):
