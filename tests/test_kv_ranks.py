@@ -1,5 +1,5 @@
-"""A producer of two ranks and a consumer of one: each rank sends its heads, and the tokens are those
-of one engine.
+"""A producer of two ranks and a consumer of one: each rank sends its heads, and the tokens are
+those of one engine.
 """
 
 import os

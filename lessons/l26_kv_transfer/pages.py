@@ -16,8 +16,8 @@ from lessons.l26_kv_transfer.stand_ins import movers
 
 
 class Pages:
-    """pools: all that a block holds, the target's and perhaps a draft's. parts: in so many a row may
-    travel, side by side; last_parts: those of which one comes last.
+    """pools: all that a block holds, the target's and perhaps a draft's. parts: in so many a row
+    may travel, side by side; last_parts: those of which one comes last.
     """
 
     parts = 1

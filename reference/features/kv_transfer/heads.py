@@ -1,7 +1,7 @@
 """Blocks from a producer whose model is cut by heads, tensor parallel, for a consumer that has the
 whole model.
 
-    pages = HeadPages(pool, parts=2)    # a consumer's: rows hold the heads of rank 0, then of rank 1
+    pages = HeadPages(pool, parts=2)    # a consumer's: rows hold the heads of rank 0, then 1
 
 Each rank sends its own heads as a part of a block (reference/parallel/transfers.py). The consumer
 puts the parts side by side when it loads the block. They come in any order, over a connection each.

@@ -86,7 +86,7 @@ def code_and_scale_bytes(pool: KVPool) -> list[list[int]]:
 
 
 def scale_dtype(slots: Tensor) -> torch.dtype:
-    """float32, and float64 for a pool of it: 16 bits would round the scale of a small block to 0."""
+    """float32, and float64 for a pool of it: 16 bits would round the scale of small ones to 0."""
     return torch.float64 if slots.dtype == torch.float64 else torch.float32
 
 
