@@ -139,7 +139,9 @@ def new_engine(house: House, role: str, faults, draw: random.Random, by_layer: b
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 def test_random_histories(request, seed, monkeypatch, by_layer):
     draw, seen, connect = random.Random(seed), Counter(), links.connect
-    for _ in range(600 if request.config.getoption("--all") else 25):
+    for nth in range(600):
+        if nth >= (600 if request.config.getoption("--all") else 25) and has_all(seen):
+            break  # few seeds see all kinds of trouble later
         share = draw.choice([0, 0, 0.05, 0.3])
         monkeypatch.setattr(
             links, "connect", lambda *how, share=share: Flaky(connect(*how), draw, share)
@@ -163,5 +165,10 @@ def test_random_histories(request, seed, monkeypatch, by_layer):
             seen += Counter(connector.faults)
             connector.close()
         seen += Counter(loaded=receiver.loaded_blocks, preempted=first.seen["preempted"])
-    assert all(seen[what] for what in ("loaded", "preempted", "torn")), seen
-    assert seen["send ConnectionResetError"], seen
+    assert has_all(seen), seen
+
+
+def has_all(seen: Counter) -> bool:
+    """Whether all kinds of trouble were met."""
+    kinds = ("loaded", "preempted", "torn", "send ConnectionResetError")
+    return all(seen[what] for what in kinds)
