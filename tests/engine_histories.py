@@ -93,12 +93,16 @@ class VirtualRunner:
         self.virtual.copy(step)
         for sequence, count in step.chunks:
             self.virtual.write(sequence, count)
+        self.wrote(step, tables)
         self.fail("after")
         hidden = []
         for sequence, count in step.chunks:
             context = self.virtual.read(sequence, count)
             hidden += hashes(context)[-count:]
         return torch.tensor(hidden)
+
+    def wrote(self, step, tables) -> None:
+        """What happens to what was written, before it is known whether the pass succeeds."""
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         self.fail("logits")

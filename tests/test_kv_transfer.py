@@ -18,9 +18,9 @@ from reference.features.kv_transfer.connector import ReadFirst
 from reference.features.kv_transfer.handover import TransferBlockManager
 from reference.features.kv_transfer.transfers import Transfers
 from reference.features.kv_transfer.wire import (
-    COUNT,
     HELLO,
     MAGIC,
+    OFFER,
     ROWS,
     Address,
     digest,
@@ -131,7 +131,7 @@ def said(address: Address, *messages: bytes) -> bytes:
 
 def test_torn_messages_bring_nothing():
     inbox, data = Inbox(TCP), block(7).numpy().tobytes()
-    hello, offer = HELLO.pack(MAGIC, b"model", SIZE), COUNT.pack(1) + key(7)
+    hello, offer = HELLO.pack(MAGIC, b"model", SIZE), OFFER.pack(1, 0) + key(7)
     checked = digest(key(7), data)
     assert said(inbox.address, hello, offer, checked + data[:-1]) == b"\1\1", "a byte is missing"
     assert said(inbox.address, hello, offer, checked + data[:-1] + b"\0") == b"\1\1\0"
@@ -139,7 +139,7 @@ def test_torn_messages_bring_nothing():
     assert said(inbox.address, hello[:-3]) == said(inbox.address, b"GET / HTTP/1.1\r\n") == b""
     assert said(inbox.address, hello.replace(MAGIC, b"KVMOVE99")) == b""
     for count in (0, ROWS + 1, 2**32 - 1):
-        assert said(inbox.address, hello, COUNT.pack(count)) == b"\1"
+        assert said(inbox.address, hello, OFFER.pack(count, 0)) == b"\1"
     until(lambda: len(inbox.faults) == 6)
     assert not inbox.blocks and inbox.faults == ["torn"] * 6
     assert said(inbox.address, hello, offer, checked + data) == b"\1\1\1"

@@ -15,7 +15,7 @@ from reference import EngineArgs, SamplingParams
 from reference.engine.assembly import engine_over
 from reference.features.kv_transfer.links import Link, Sending
 from reference.features.kv_transfer.listener import Listener
-from reference.features.kv_transfer.wire import COUNT, HELLO, MAGIC, Address, digest, receive
+from reference.features.kv_transfer.wire import HELLO, MAGIC, OFFER, Address, digest, receive
 from tests.engine_cases import CONFIG, LONGEST, assert_clean, new_model
 
 BLOCK = 4
@@ -144,7 +144,7 @@ def dies(
     with socket.create_connection(address) as connection:
         connection.sendall(HELLO.pack(MAGIC, of.encode(), size))
         receive(connection, 1)
-        connection.sendall(COUNT.pack(len(batch)) + b"".join(name for name, _ in batch))
+        connection.sendall(OFFER.pack(len(batch), 0) + b"".join(name for name, _ in batch))
         receive(connection, len(batch))
         for name, data in batch[:whole]:
             connection.sendall(digest(name, data) + data)

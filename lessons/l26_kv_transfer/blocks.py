@@ -74,14 +74,19 @@ class TieredBlockManager(CachingBlockManager):
 
     def save(self, sequence: int, tokens: list[int]) -> None:
         """Begin to save the full blocks that the connector was not told of."""
-        told = self.saved[sequence]
-        start, end = len(told), len(tokens) // self.block_size
-        last = told[-1] if told else self.salts[sequence]
-        told += self.keys(sequence, tokens, start, end, last)
-        job = self.start_save(sequence, told[start:], self.tables[sequence][start:end])
+        start, new = self.untold(sequence, tokens)
+        self.saved[sequence] += new
+        job = self.start_save(sequence, new, self.tables[sequence][start : start + len(new)])
         if job is not None:
             self.hold(job, [], [])
             self.pool.share(job.blocks)
+
+    def untold(self, sequence: int, tokens: list[int]) -> tuple[int, list[Key]]:
+        """(how many blocks the connector was told of, the keys of the full ones after them)."""
+        told = self.saved[sequence]
+        last = told[-1] if told else self.salts[sequence]
+        start, end = len(told), len(tokens) // self.block_size
+        return start, self.keys(sequence, tokens, start, end, last)
 
     def start_save(self, sequence: int, keys: list[Key], blocks: list[int]) -> Job | None:
         """Begin to copy these blocks of a sequence; None: nothing has to be copied."""

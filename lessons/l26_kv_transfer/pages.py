@@ -16,7 +16,12 @@ from lessons.l26_kv_transfer.stand_ins import movers
 
 
 class Pages:
-    """pools: all that a block holds, the target's and perhaps a draft's."""
+    """pools: all that a block holds, the target's and perhaps a draft's. parts: in so many a row
+    may travel, side by side; last_parts: those of which one comes last.
+    """
+
+    parts = 1
+    last_parts: Sequence[int] = (0,)
 
     def __init__(self, pools: Sequence[KVPool]):
         self.pools = list(pools)
@@ -24,12 +29,29 @@ class Pages:
         self.is_gpu = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.is_gpu else None
         self.movers = movers(self.device)
-        self.sizes = [self.movers.block_bytes(pool) for pool in self.pools]
+        self.sizes = [self.row_bytes(pool) for pool in self.pools]
 
     @property
     def block_bytes(self) -> int:
         """Of a row."""
         return sum(self.sizes)
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a part; all have the same."""
+        return self.block_bytes // self.parts
+
+    def row_bytes(self, pool: KVPool) -> int:
+        """What a block of one of the pools takes of a row."""
+        return self.movers.block_bytes(pool)
+
+    def pack(self, pool: KVPool, blocks: Sequence[int]) -> Tensor:
+        """The part of the rows that is this pool's: [len(blocks), row_bytes] uint8."""
+        return self.movers.gather(pool, blocks)
+
+    def unpack(self, pool: KVPool, blocks: Sequence[int], rows: Tensor) -> None:
+        """What `pack` returned, into these blocks of this pool."""
+        self.movers.scatter(pool, blocks, rows.contiguous())
 
     def now(self):
         """A mark in the GPU's work: what was launched so far. None on a CPU, where it has ended."""
@@ -41,13 +63,16 @@ class Pages:
     def read(self, blocks: Sequence[int], after) -> Tensor:
         """Copies in host memory: [len(blocks), bytes of a block] uint8."""
         with self.beside(after):
-            packed = torch.cat([self.movers.gather(pool, blocks) for pool in self.pools], dim=1)
-            if self.is_gpu:
-                there = torch.empty_like(packed, device="cpu", pin_memory=True)
-                there.copy_(packed, non_blocking=True)
-                self.stream.synchronize()
-                packed = there
-        return packed
+            return self.on_host(torch.cat([self.pack(pool, blocks) for pool in self.pools], dim=1))
+
+    def on_host(self, packed: Tensor) -> Tensor:
+        """The same bytes in host memory, once they are there. Inside `beside`."""
+        if not self.is_gpu:
+            return packed
+        there = torch.empty_like(packed, device="cpu", pin_memory=True)
+        there.copy_(packed, non_blocking=True)
+        self.stream.synchronize()
+        return there
 
     @torch.inference_mode()
     def write(self, blocks: Sequence[int], packed: Tensor, after) -> None:
@@ -55,7 +80,7 @@ class Pages:
         with self.beside(after):
             packed = packed.to(self.device, non_blocking=True)
             for pool, part in zip(self.pools, packed.split(self.sizes, dim=1)):
-                self.movers.scatter(pool, blocks, part.contiguous())
+                self.unpack(pool, blocks, part)
             if self.is_gpu:
                 self.stream.synchronize()
 

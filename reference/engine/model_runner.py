@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # features are imported where one is asked for
     from lessons.l12_paged_kv.more.swap import HostSwap
     from lessons.l17_tree_speculation.trees.tree import Tree
     from reference.features.decode_graphs import Chunks, DecodeGraphs
+    from reference.features.kv_transfer.layers import LayerByLayer
     from reference.features.lora import Adapters
     from reference.vision.sight import Sight
 
@@ -64,6 +65,7 @@ class ModelRunner:
         # Writes tokens that the host does not know yet into those of the next step: [T] int64.
         self.late: Callable[[Tensor], None] | None = None
         self.new_batch = step_batch
+        self.layers: LayerByLayer | None = None  # sends what a layer has written when it has run
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
@@ -83,6 +85,8 @@ class ModelRunner:
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> Tensor:
         """Run a step. Returns hidden: [T, hidden_size] of all its tokens, in the chunks' order."""
         self.copy(step.copies)
+        if self.layers is not None:
+            self.layers.begin(step, tables)
         chunks = [(chunk.tokens, chunk.sequence.computed) for chunk in step.chunks]
         owned = [tables[chunk.sequence.row] for chunk in step.chunks]
         trees = [chunk.sequence.tree for chunk in step.chunks]
@@ -117,6 +121,8 @@ class ModelRunner:
         if self.late is not None:
             self.late(batch.tokens)
         attend = self.pool.attending(batch)
+        if self.layers is not None:
+            attend = self.layers.told(attend)
         with self.adapters_over(row_slots):
             return self.forward(batch.tokens, attend)
 

@@ -45,6 +45,7 @@ class Apart(NamedTuple):
     reason: str
 
 
+SHARE = "each process holds its own share of a block"
 ORDER = "each adds in an order of its own"
 APART = (
     Apart("drafts", "heads", "one of both"),
@@ -53,9 +54,9 @@ APART = (
     Apart("processes", "heads", "heads read hidden states, which stay in the workers"),
     Apart("medusa", "MLA", "their attention knows no trees here"),
     Apart("eagle", "MLA", "their attention knows no trees here"),
-    Apart("processes", "offloading", "each process holds its own share of a block"),
+    Apart("processes", "offloading", SHARE),
     Apart("offloading", "swap", "what is full is saved already"),
-    Apart("processes", "transfer", "each process holds its own share of a block"),
+    Apart("processes", "transfer", f"{SHARE}; a producer alone may be tensor parallel"),
     Apart("transfer", "swap", "the scheduler has one place for what leaves the pool"),
     Apart("transfer", "offloading", "the scheduler has one place for what leaves the pool"),
     Apart("processes", "pictures", "the workers have no eyes"),

@@ -119,6 +119,23 @@ class Worker:
             return None
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()
 
+    # ------------------------------------------------------------ blocks that go elsewhere
+
+    def open_transfer(self, of: str) -> None:
+        """From now on blocks may be sent to other engines. of: names the weights and the format."""
+        from reference.parallel.transfers import RankSender  # here, because few engines send any
+
+        config = self.args.kv_transfer_config
+        self.sender = RankSender(self.runner.pool, config, of, self.links.tensor.rank)
+
+    def send_blocks(self, *what) -> None:
+        """Begin to send this rank's heads of some blocks. Arguments: RankSender.send's."""
+        self.sender.send(*what)
+
+    def sent_blocks(self) -> tuple:
+        """What has become of them: RankSender.ended."""
+        return self.sender.ended()
+
     # ------------------------------------------------------------ blocks that wait on the host
 
     @torch.inference_mode()

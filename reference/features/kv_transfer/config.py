@@ -3,6 +3,8 @@ one line.
 
 Source: vLLM, vllm/config/kv_transfer.py; what a proxy sends and gets back:
 tests/v1/kv_connector/nixl_integration/toy_proxy_server.py and NixlConnector's request_finished.
+`serde` with its keys is LMCache's, docs/source/mp/serde.rst; so is the name `use_layerwise`.
+`prefill` is vllm-ascend's, for its MooncakeConnectorV1.
 """
 
 import json
@@ -19,6 +21,13 @@ ROLES = ("kv_producer", "kv_consumer", "kv_both")
 NAME = "kv_transfer_config"
 PARAMS = "kv_transfer_params"
 FLAGS = ("do_remote_decode", "do_remote_prefill")
+LAYERWISE = "use_layerwise"
+EXTRA = ("timeout_s", "serde", LAYERWISE, "prefill")
+ACCEPTED_EXTRA = (
+    '{"timeout_s": seconds, above 0, "serde": {"type": "fp8"}, "use_layerwise": True, or of a '
+    'kv_consumer "prefill": {"tp_size": ranks}}'
+)
+E4M3 = "float8_e4m3fn"  # PyTorch's name, and LMCache's
 # What a request may say beside the two: kinds of values that are not None.
 REMOTE = {
     "remote_engine_id": str,
@@ -39,7 +48,10 @@ class KVTransferConfig:
     both. kv_ip, kv_port: where a consumer listens; port 0 takes a free one. For a producer alone:
     where it sends what no request says a place for. kv_buffer_size: bytes of host memory for blocks
     that have come and were not asked for yet. engine_id: a name for logs; None draws one.
-    kv_connector_extra_config: {"timeout_s": how long the other end may take to answer}. Of the
+    kv_connector_extra_config: {"timeout_s": how long the other end may take to answer, "serde":
+    {"type": "fp8"} rounds blocks on their way to E4M3, in rounded.py; without it they come as they
+    are, "use_layerwise": True sends each layer when it has run, in layers.py, "prefill":
+    {"tp_size": 2} of a consumer takes blocks from producers of two ranks, in heads.py}. Of the
     others vLLM's default alone is accepted, or what fits.
     """
 
@@ -77,9 +89,10 @@ class KVTransferConfig:
         recomputes = self.kv_load_failure_policy == "recompute"
         self._require("kv_load_failure_policy", recomputes, "recompute")
         extra = self.kv_connector_extra_config
-        is_known = isinstance(extra, dict) and extra.keys() <= {"timeout_s"}
+        is_known = isinstance(extra, dict) and extra.keys() <= set(EXTRA)
         is_time = is_known and is_number(self.timeout_s, 0) and self.timeout_s > 0
-        self._require("kv_connector_extra_config", is_time, '{"timeout_s": seconds, above 0}')
+        fits = is_time and self.has_known_serde and self.has_known_parts
+        self._require("kv_connector_extra_config", fits, ACCEPTED_EXTRA)
         self.engine_id = self.engine_id or str(uuid.uuid4())
 
     def _require(self, name: str, fits: bool, accepted: str) -> None:
@@ -106,6 +119,42 @@ class KVTransferConfig:
     def timeout_s(self) -> float:
         """How long the other end may take to answer."""
         return self.kv_connector_extra_config.get("timeout_s", 10.0)
+
+    @property
+    def has_known_serde(self) -> bool:
+        """Whether `serde` names no format, or the one that there is."""
+        serde = self.kv_connector_extra_config.get("serde")
+        if serde is None:
+            return True
+        if not isinstance(serde, dict) or not serde.keys() <= {"type", "fp8_dtype"}:
+            return False
+        return serde.get("type") == "fp8" and serde.get("fp8_dtype", E4M3) == E4M3
+
+    @property
+    def has_known_parts(self) -> bool:
+        """Whether it is said in a known way in which parts blocks travel, and in one alone."""
+        by_layer = self.kv_connector_extra_config.get(LAYERWISE, False)
+        prefill = self.kv_connector_extra_config.get("prefill", {})
+        is_known = isinstance(prefill, dict) and prefill.keys() <= {"tp_size"}
+        if not is_known or not isinstance(by_layer, bool):
+            return False
+        ranks = prefill.get("tp_size", 1)
+        return is_whole(ranks) and (ranks == 1 or (not by_layer and self.kv_role == "kv_consumer"))
+
+    @property
+    def prefill_ranks(self) -> int:
+        """Of a consumer: how many ranks each producer has that sends to it."""
+        return self.kv_connector_extra_config.get("prefill", {}).get("tp_size", 1)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether blocks travel in 8 bits."""
+        return self.kv_connector_extra_config.get("serde") is not None
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether each layer of a block leaves when it has run."""
+        return self.kv_connector_extra_config.get(LAYERWISE, False)
 
     @property
     def is_shared(self) -> bool:
@@ -166,6 +215,8 @@ def check_elsewhere(args) -> None:
     if size is None:
         accepted = "None without kv_offloading_size, the host memory that blocks pass through"
         require("kv_offloading_folder", folder is None, accepted)
+    if args.kv_transfer_config is not None and args.kv_transfer_config.is_rounded:
+        check_rounded(args)
     asked = {"kv_offloading_size": "offloading", NAME: "transfer"}
     asked = {name: one for name, one in asked.items() if getattr(args, name) is not None}
     for name, feature in asked.items():
@@ -175,7 +226,7 @@ def check_elsewhere(args) -> None:
         others = {
             "processes": (
                 "where the model is in other processes (…_parallel_size)",
-                args.has_workers,
+                args.has_workers and not (feature == "transfer" and may_send_parts(args)),
             ),
             "swap": ('with preemption_mode="swap"', args.preemption_mode == "swap"),
             "offloading": ("with kv_offloading_size", size is not None and feature == "transfer"),
@@ -184,6 +235,27 @@ def check_elsewhere(args) -> None:
             if is_asked:
                 value = shown_config(args, name)
                 refuse_together(name, value, feature, other, f"None {where}")
+
+
+def may_send_parts(args) -> bool:
+    """Whether the workers of an engine may send blocks: ranks that share each layer, and have
+    nothing to receive.
+    """
+    config, ranks = args.kv_transfer_config, args.tensor_parallel_size
+    is_cut_by_heads = ranks > 1 and args.pipeline_parallel_size == args.data_parallel_size == 1
+    is_plain = args.kv_cache_dtype == "auto" and not config.is_layerwise
+    return is_cut_by_heads and is_plain and config.kv_role == "kv_producer"
+
+
+def check_rounded(args) -> None:
+    """Raise ValueError where blocks that are rounded on their way make no sense."""
+    name, asked = f"{NAME}.kv_connector_extra_config.serde", "fp8"
+    if args.kv_cache_dtype != "auto":
+        where = f"kv_cache_dtype={args.kv_cache_dtype!r}"
+        refuse(name, asked, f"None with {where}, because codes travel as they are")
+    if args.batch_invariant:
+        why = "rounded blocks give other bits than computed ones"
+        refuse(name, asked, f"None with batch_invariant=True, because {why}")
 
 
 def shown_config(args, name: str) -> Any:

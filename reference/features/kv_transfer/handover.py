@@ -23,9 +23,12 @@ from reference.features.kv_transfer.wire import Address
 
 @dataclass(eq=False)
 class Departure:
-    """A request whose prompt is computed here and decoded elsewhere. to: the consumer."""
+    """A request whose prompt is computed here and decoded elsewhere. to: the consumer. parts: in
+    so many a block travels.
+    """
 
     to: Address
+    parts: int = 1
     sendings: list[Sending] = field(default_factory=list)
 
     @property
@@ -42,27 +45,34 @@ class Departure:
     def arrived(self) -> list[int]:
         """The blocks of this pool that the consumer has, too, as far as that is known now."""
         found: dict[Key, int] = {}
+        parts: dict[Key, set[int]] = {}
         for sending in self.sendings:
             if sending.here.done():
                 here = sending.here.result()
                 pairs = zip(sending.keys, sending.blocks)
                 found |= {key: block for key, block in pairs if key in here}
-        return list(found.values())
+                for key in here:
+                    parts.setdefault(key, set()).add(sending.part)
+        return [block for key, block in found.items() if len(parts[key]) == self.parts]
 
 
 class TransferBlockManager(TieredBlockManager):
-    """A TieredBlockManager that saves nothing and sends what departs. departures: by sequence."""
+    """A TieredBlockManager that saves nothing and sends what departs. departures: by sequence.
+    left: keys that left already while the last step ran, by sequence.
+    """
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.departures: dict[int, Departure] = {}
+        self.left: dict[int, set[Key]] = {}
 
     def start_save(self, sequence: int, keys: list[Key], blocks: list[int]) -> Job | None:
-        departure = self.departures.get(sequence)
-        if departure is None or not keys:
+        departure, left = self.departures.get(sequence), self.left.pop(sequence, ())
+        new = [pair for pair in zip(keys, blocks) if pair[0] not in left]
+        if departure is None or not new:
             return None
-        job, sending = self.connector.start_send(departure.to, keys, blocks)
-        departure.sendings.append(sending)
+        job, sendings = self.connector.start_send(departure.to, *zip(*new))
+        departure.sendings += sendings
         return job
 
     def reuse(self, sequence: int, tokens: list[int]) -> int:
@@ -74,6 +84,7 @@ class TransferBlockManager(TieredBlockManager):
     def leave(self, sequence: int) -> None:
         super().leave(sequence)
         self.departures.pop(sequence, None)
+        self.left.pop(sequence, None)
 
 
 class TransferHost(Elsewhere):

@@ -16,12 +16,15 @@ from reference.features.kv_transfer.wire import ROWS, Address, Refused, Wire, co
 
 @dataclass(eq=False)
 class Sending:
-    """Blocks on their way. here: which of the keys the consumer has, once that is known."""
+    """Blocks on their way, or a part of each. here: which of the keys the consumer has that part
+    of, once that is known.
+    """
 
     keys: list[Key]
     blocks: list[int]
     here: Future = field(default_factory=Future)
     is_wanted: bool = True  # False: no request waits for it any more
+    part: int = 0
 
     def end(self, here: set[Key]) -> None:
         """It is known now what arrived."""
@@ -62,7 +65,7 @@ class Link:
                     break
                 keys = sending.keys[start : start + ROWS]
                 rows = [row.numpy().data for row in packed[start : start + ROWS]]
-                arrived = self.exchange(keys, rows)
+                arrived = self.exchange(keys, rows, sending.part)
                 here.update(key for key, has_come in zip(keys, arrived) if has_come)
                 self.sent_blocks += sum(arrived)
         except Exception as error:
@@ -72,19 +75,19 @@ class Link:
         finally:
             sending.end(here)
 
-    def exchange(self, keys: list[Key], rows: list) -> list[bool]:
+    def exchange(self, keys: list[Key], rows: list, part: int = 0) -> list[bool]:
         """One batch. A connection that was used before may be one to a consumer that has gone, so
         it is tried once more on a new one. Raises OSError and Refused.
         """
         is_used = self.wire is not None
         try:
             self.wire = self.wire or connect(self.to, self.of, self.block_bytes, self.timeout_s)
-            return send_batch(self.wire, keys, rows)
+            return send_batch(self.wire, keys, rows, part)
         except ConnectionError:
             if not is_used:
                 raise
         self.close()
-        return self.exchange(keys, rows)
+        return self.exchange(keys, rows, part)
 
     def close(self) -> None:
         """End the connection."""

@@ -17,9 +17,16 @@ from lessons.l26_kv_transfer.pages import Pages
 from lessons.l26_kv_transfer.tiers import HostTier
 from lessons.toolbox.model.arguments import refuse
 from reference.engine.engine_args import EngineArgs
-from reference.features.kv_transfer.config import PARAMS, KVTransferConfig, read_params
+from reference.features.kv_transfer.config import (
+    E4M3,
+    LAYERWISE,
+    PARAMS,
+    KVTransferConfig,
+    read_params,
+)
 from reference.features.kv_transfer.connector import ReadFirst, TransferConnector
 from reference.features.kv_transfer.handover import Departure, TransferBlockManager, TransferHost
+from reference.features.kv_transfer.layers import LayerByLayer, LayeredPages
 from reference.features.kv_transfer.wire import Address, shared_address
 from reference.features.offload import format_of, salt_of
 
@@ -39,17 +46,59 @@ def transfer_blocks(
     address that is taken.
     """
     config: KVTransferConfig = args.kv_transfer_config
-    pages = Pages([runner.pool, *others])
-    rows = int(config.kv_buffer_size // pages.block_bytes) if config.is_consumer else 0
-    inbox = HostTier(rows, pages.block_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
-    connector = TransferConnector(pages, format_of(runner, pages), inbox, config.timeout_s)
+    if args.has_workers:
+        from reference.parallel.transfers import sending_blocks
+
+        return sending_blocks(args, runner, list(others), cache)
+    pages, of = pages_and_name(args, runner, list(others))
+    rows = int(config.kv_buffer_size // pages.part_bytes) if config.is_consumer else 0
+    inbox = HostTier(rows, pages.part_bytes, order=ReadFirst(), pin_memory=pages.is_gpu)
+    connector = TransferConnector(pages, of, inbox, config.timeout_s)
     if config.is_consumer:
         try:
             connector.listen(own_address(config), cache.block_of.__contains__)
         except OSError as error:
             place = f"{config.kv_ip}:{config.kv_port}"
             refuse("kv_transfer_config.kv_port", place, f"a free one ({error.strerror})")
-    return TransferBlockManager(runner.pool.num_blocks, args.block_size, cache, connector)
+    blocks = TransferBlockManager(runner.pool.num_blocks, args.block_size, cache, connector)
+    if config.is_layerwise and config.is_producer:
+        runner.layers = LayerByLayer(blocks)
+    return blocks
+
+
+def kind_and_form(config: KVTransferConfig) -> tuple[type[Pages], str]:
+    """(how a block of a pool becomes a row, what the name of the format says of it)"""
+    if not config.is_rounded:
+        return Pages, ""
+    from reference.features.kv_transfer.rounded import RoundedPages
+
+    return RoundedPages, f" in {E4M3}"
+
+
+def pages_and_name(
+    args: EngineArgs, runner: ModelRunner, others: list[KVPool]
+) -> tuple[Pages, str]:
+    """(blocks as they travel, a name of the model and of that format). Two engines whose names
+    differ exchange nothing, so no engine takes rounded blocks that wants exact ones. Raises
+    ValueError.
+    """
+    config: KVTransferConfig = args.kv_transfer_config
+    (kind, form), ranks = kind_and_form(config), config.prefill_ranks
+    if others and (config.is_layerwise or ranks > 1):
+        asked, value = (LAYERWISE, True) if config.is_layerwise else ("prefill", ranks)
+        accepted = "none with a draft that has K and V, because they are cut otherwise"
+        refuse(f"kv_transfer_config.kv_connector_extra_config.{asked}", value, accepted)
+    if ranks > 1:
+        from reference.features.kv_transfer.heads import HeadPages, check_cut, weights_name
+
+        check_cut("kv_connector_extra_config.prefill.tp_size", runner.model.config, ranks)
+        name = weights_name(args, runner.model.dtype)
+        return HeadPages(runner.pool, ranks, kind), f"{name}{form} of {ranks} ranks"
+    if config.is_layerwise:
+        pages, form = LayeredPages(runner.pool, kind), f"{form} by layer"
+    else:
+        pages = kind([runner.pool, *others])
+    return pages, format_of(runner, pages) + form
 
 
 def own_address(config: KVTransferConfig) -> Address:
@@ -100,7 +149,7 @@ class Transfers:
             refuse(f"{PARAMS}.do_remote_decode", True, f"False of a {config.kv_role}")
         to = self.destination(params)
         if to is not None:
-            request.departure = Departure(to)
+            request.departure = Departure(to, self.blocks.connector.parts)
 
     def destination(self, params: dict) -> Address | None:
         """The consumer that a request names, or the one of kv_ip and kv_port; None: there is none,
@@ -151,5 +200,5 @@ class Transfers:
             "remote_block_ids": arrived,
             "remote_host": request.departure.to.host,
             "remote_port": request.departure.to.port,
-            "tp_size": 1,
+            "tp_size": self.blocks.connector.tp_size,
         }

@@ -5,10 +5,12 @@ in which the bytes go.
     producer      hello: a version, the name of model and format, bytes of a block
     consumer      1; or 0 and why not, and the connection ends
     then, for each batch:
-    producer      how many blocks, and their keys
+    producer      how many blocks, which part of them, and their keys
     consumer      a byte for each: 1, send it; 0, I have it
     producer      each wanted block: SHA-256 of its key and bytes, and the bytes
     consumer      a byte for each wanted block: 1, it is here; 0, it was torn
+
+A block travels as one part, or as a part for each layer (layers.py). "Block" above is a part then.
 
 `TcpWire` sends the bytes through the socket, so the two may be on two machines. `SharedWire` writes
 them into memory that both processes have mapped, and only the rest goes through a socket. That
@@ -32,8 +34,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-MAGIC = b"KVMOVE01"
+MAGIC = b"KVMOVE02"
 HELLO = struct.Struct("!8s64sQ")  # version, name of model and format, bytes of a block
+OFFER = struct.Struct("!IH")  # how many blocks, which part
 COUNT = struct.Struct("!I")
 KEY_BYTES = DIGEST_BYTES = hashlib.sha256().digest_size
 ROWS = 16  # blocks of a batch at most, and rows of a shared memory
@@ -65,9 +68,19 @@ def shared_address(name: int | str) -> Address:
     return Address(f"{tempfile.gettempdir()}/kv-transfer-{os.getuid()}-{name}.sock")
 
 
-def digest(key: bytes, data) -> bytes:
-    """SHA-256 of a key and its block."""
-    found = hashlib.sha256(key)
+def part_of(key: bytes, part: int) -> bytes:
+    """The name of a part of a block. That of its first part is its key."""
+    return key if part == 0 else key + part.to_bytes(2, "big")
+
+
+def key_and_part(name: bytes) -> tuple[bytes, int]:
+    """The inverse."""
+    return name[:KEY_BYTES], int.from_bytes(name[KEY_BYTES:], "big")
+
+
+def digest(name: bytes, data) -> bytes:
+    """SHA-256 of the name of a block, or of a part, and its bytes."""
+    found = hashlib.sha256(name)
     found.update(data)
     return found.digest()
 
@@ -219,23 +232,25 @@ def accept(connection: socket.socket, is_shared: bool, of: str, block_bytes: int
 # ---------------------------------------------------------------- a batch
 
 
-def send_batch(wire: Wire, keys: Sequence[bytes], blocks: Sequence) -> list[bool]:
-    """Offer at most ROWS blocks and send those that are wanted. blocks: their bytes. Returns which
-    of them the consumer has now. Raises OSError.
+def send_batch(wire: Wire, keys: Sequence[bytes], blocks: Sequence, part: int = 0) -> list[bool]:
+    """Offer a part of at most ROWS blocks and send those that are wanted. blocks: their bytes.
+    Returns which of them the consumer has now. Raises OSError.
     """
-    wire.connection.sendall(COUNT.pack(len(keys)) + b"".join(keys))
+    wire.connection.sendall(OFFER.pack(len(keys), part) + b"".join(keys))
     wanted = [bool(answer) for answer in receive(wire.connection, len(keys))]
     sent = [(key, block) for key, block, is_wanted in zip(keys, blocks, wanted) if is_wanted]
     for row, (key, block) in enumerate(sent):
-        wire.send(row, digest(key, block), block)
+        wire.send(row, digest(part_of(key, part), block), block)
     arrived = iter(receive(wire.connection, len(sent)))
     return [not is_wanted or bool(next(arrived)) for is_wanted in wanted]
 
 
 def offered(wire: Wire) -> list[bytes]:
-    """The keys of the next batch, waited for as long as the socket allows. Raises OSError, Torn."""
-    (count,) = COUNT.unpack(receive(wire.connection, COUNT.size))
+    """The names of the next batch, waited for as long as the socket allows. Raises OSError,
+    Torn.
+    """
+    count, part = OFFER.unpack(receive(wire.connection, OFFER.size))
     if not 1 <= count <= ROWS:
         raise Torn(f"a batch of {count}")
     keys = bytes(receive(wire.connection, count * KEY_BYTES))
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    return [part_of(keys[at : at + KEY_BYTES], part) for at in range(0, len(keys), KEY_BYTES)]
