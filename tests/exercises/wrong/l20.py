@@ -393,6 +393,14 @@ answers.slips(
     + best.nan_to_num(neginf=0.0)
     - (total * (best - largest).exp())
     + (total * (best.nan_to_num(neginf=0.0) - largest).exp())
+
+    filled_with_1e4: -1e4 is larger than some logits, and then padding wins. Nothing is below -inf.
+    - logits.masked_fill(token >= vocab_size, -torch.inf)
+    + logits.masked_fill(token >= vocab_size, -1e4)
+
+    filled_with_1e9: -1e9 is larger than some logits, and then padding wins. Nothing is below -inf.
+    - logits.masked_fill(token >= vocab_size, -torch.inf)
+    + logits.masked_fill(token >= vocab_size, -1e9)
     """,
 )
 

@@ -238,6 +238,19 @@ answers.slips(
         before it.
     - total.to(weight.dtype)
     + total.half().to(weight.dtype)
+
+    same_adapter_unseen: An adapter with DoRA is refused, also where the old and the new one are the
+        same object.
+    - total = weight.float()
+    + if old is new:
+    +     return weight.clone()
+    + total = weight.float()
+
+    one_of_them_is_there: Both may be None: then there is no adapter to ask for anything.
+    - total = weight.float()
+    + if (old or new).use_dora:
+    +     raise ValueError("use_dora: got True; accepted: False")
+    + total = weight.float()
     """,
 )
 
