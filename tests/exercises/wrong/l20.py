@@ -191,6 +191,10 @@ answers.slips(
     refusal_of_another_class: A size that does not divide the heads is a ValueError.
     - raise ValueError(
     + raise AssertionError(
+
+    a_tuple_of_ranks: The result is a list with an entry for each rank.
+    - return [total + weights.o_bias for total in ranks.all_reduce(parts)]
+    + return tuple(total + weights.o_bias for total in ranks.all_reduce(parts))
     """,
 )
 

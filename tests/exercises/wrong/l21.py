@@ -627,6 +627,14 @@ answers.slips(
     + users[adapter] -= 1
     + slots[adapter] = slots.pop(adapter)
     + continue
+
+    pairs_are_lists: A result is a pair, (slot, tokens), and so a tuple.
+    - results.append((slot, found * block_size))
+    + results.append([slot, found * block_size])
+
+    results_and_loads_in_a_list: What is returned is a tuple: the results, and the number of loads.
+    - return results, loads
+    + return [results, loads]
     """,
 )
 
