@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=18
-# Generated from solutions/l18_weight_quantization.py, checksum 28fbabfed826. Generating again never overwrites your edits.
+# Generated from solutions/l18_weight_quantization.py, checksum 8171cc37b9c8. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 18: three grids for one matrix, two codes in a byte, GPTQ's error feedback,
 and a kernel that unpacks weights in registers.
@@ -75,7 +75,7 @@ class PackedLinear:
     Called with x: [T, K] float32 it gives the product of x with the transposed original matrix,
     before AWQ's scales and in its own order of columns: [T, N] float32. Aim: no Python loop over
     rows, columns or groups, and the layer keeps no tensors but packed, scales, zeros, order and
-    input_scales. Errors: none to raise.
+    input_scales. Errors: none to raise. The arguments are not changed.
 
     Example: codes [[1, 2, 3, 4]], scales [[0.5]], zeros [[1]], group_size 4
         bytes: 1 + 16 · 3 = 49 and 2 + 16 · 4 = 66

@@ -167,9 +167,9 @@ def keep_path(
 
     All rows of the path move to the places from `held` on, in its order. Nothing else in the
     returned cache differs from `cache`, which is not changed. The root was emitted by an earlier
-    pass. A pass emits at most `left` tokens, and nothing after a token of `stop`. The sequence then
-    holds all tokens of its text but the newest, also where `left` or `stop` cut something off. Aim:
-    no loop that moves the rows one by one, or over the dimensions.
+    pass. A pass emits at most `left` tokens (1 or more), and nothing after one of them that is in
+    `stop`. The sequence then holds all tokens of its text but the newest, also where `left` or
+    `stop` cut something off. Aim: no loop that moves the rows one by one, or over the dimensions.
 
     Example: block_size 2, block_table [3, 0, 1], held 1, path [0, 2], tokens [7, 8, 9], last 5,
         left 9, stop {}

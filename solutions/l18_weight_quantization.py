@@ -97,7 +97,7 @@ class PackedLinear:
     Called with x: [T, K] float32 it gives the product of x with the transposed original matrix,
     before AWQ's scales and in its own order of columns: [T, N] float32. Aim: no Python loop over
     rows, columns or groups, and the layer keeps no tensors but packed, scales, zeros, order and
-    input_scales. Errors: none to raise.
+    input_scales. Errors: none to raise. The arguments are not changed.
 
     Example: codes [[1, 2, 3, 4]], scales [[0.5]], zeros [[1]], group_size 4
         bytes: 1 + 16 · 3 = 49 and 2 + 16 · 4 = 66

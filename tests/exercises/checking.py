@@ -206,8 +206,8 @@ def assert_equal(
     dtype: torch.dtype | None = None,
     label: str = "your result",
 ) -> None:
-    """Kind first, then shape, dtype, values. A list or a number must be equal (floats: within the
-    tolerance).
+    """Kind first, then shape, dtype, values. A list, a tuple or a number must be equal (floats:
+    within the tolerance).
     """
     if isinstance(want, Tensor):
         return assert_close(got, want, atol=atol, rtol=rtol, dtype=dtype, label=label)
@@ -218,6 +218,8 @@ def assert_equal(
 
 def _assert_same(got: Any, want: Any, *, atol, rtol, dtype, label) -> None:
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
+        kind, right = ("tuple" if isinstance(x, tuple) else "list" for x in (got, want))
+        assert kind == right, f"{label} is a {kind} of {len(got)} ({kind}, expected {right})"
         for at, (a, b) in enumerate(zip(got, want)):
             assert_equal(a, b, atol=atol, rtol=rtol, dtype=dtype, label=f"{label}[{at}]")
         both = f"{_brief(got)}, not {_brief(want)}"
@@ -355,7 +357,7 @@ def _brief(value: Any) -> str:
 def compare_ranks(got: Any, want: Sequence[Tensor]) -> None:
     """A list with what each rank should have: a tensor for each of want."""
     note(got)
-    assert isinstance(got, (list, tuple)) and len(got) == len(want), (
+    assert isinstance(got, list) and len(got) == len(want), (
         f"your result is a {type(got).__name__}, expected a list with a tensor for each of "
         f"{len(want)} ranks"
     )

@@ -130,6 +130,10 @@ BROKEN_RULES = (
 
 WRONG_DTYPE = (
     (
+        r"\((list|tuple), expected (list|tuple)\)",
+        "the docstring promises a {2}: convert it before returning, as in {2}(…)",
+    ),
+    (
         r"is (float\d+|bfloat16|int\d+|uint8|bool), expected (\w+)",
         "which input sets the dtype {1}? Convert the result at the end: .to(torch.{2})",
     ),

@@ -103,6 +103,15 @@ def test_what_stands_out_in_numbers_and_lists(got, want, said):
     assert said in hint(got, want)
 
 
+@pytest.mark.parametrize("got, want", [([1, 2], (1, 2)), (([(1, 2)], 3), ([[1, 2]], 3))])
+def test_a_list_for_a_tuple_is_not_in_another_order(got, want):
+    """Nor is any entry of it wrong."""
+    with pytest.raises(AssertionError) as caught:
+        assert_equal(got, want)
+    said = hint_of_failure(str(caught.value), [(got, want)], {})
+    assert said.startswith("the docstring promises a "), said
+
+
 def test_a_factor_is_one_of_the_numbers_given():
     assert "36 times (num_layers?)" in hint(7200.0, 200.0, num_layers=36)
     assert "1/8 of (the root of q.shape[1]?)" in hint(GRID / 8, GRID, **{"q.shape[1]": 64})

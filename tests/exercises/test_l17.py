@@ -114,6 +114,16 @@ def test_heads(impl, case, seed):
         compare(impl, inputs, want=guessed(**inputs), atol=1e-9)
 
 
+@check("17.2", {"high": "logits near 1000", "low": "logits near -1000"}, seconds=5)
+def test_heads_far_from_zero(impl, case, seed):
+    """Only the distances between logits count; exp of the logits themselves is inf, or 0."""
+    inputs = heads_for(seed, count=2)
+    inputs["hidden"][:, 0], inputs["lm_head"][:, 0] = 50.0, 20.0 if case == "high" else -20.0
+    inputs["weights"][:, 0], inputs["biases"][:, 0] = 0.0, 0.0
+    inputs["weights"][:, :, 0] = 0.0
+    compare(impl, inputs, want=guessed(**inputs), atol=1e-9)
+
+
 @check("17.2", seconds=5)
 def test_heads_of_a_short_text(impl, seed):
     """The last head has a single token to learn from."""
@@ -246,9 +256,11 @@ def kept(cache, block_table, block_size, held, path, tokens, last, left, stop):
 
 
 def pass_of(
-    draws: random.Random, left: int = 99, stops: bool = False, contiguous: bool = False
+    draws: random.Random, left: int = 99, stops: str = "", contiguous: bool = False
 ) -> dict:
-    """Arguments of keep_path."""
+    """Arguments of keep_path. stops: one token of the path, "several", or "elsewhere": the root's
+    and those of nodes that do not stay.
+    """
     block_size, held, nodes = draws.randint(1, 4), draws.randint(0, 9), draws.randint(3, 9)
     blocks = -(-(held + nodes) // block_size)
     table = draws.sample(range(blocks + 3), blocks)
@@ -258,6 +270,11 @@ def pass_of(
     tokens = draws.sample(range(100), nodes)
     last = draws.randint(100, 120)
     emitted = [*(tokens[node] for node in path[1:]), last]
+    stop = {
+        "one": {draws.choice(emitted)},
+        "several": set(draws.sample(emitted, min(3, len(emitted)))),
+        "elsewhere": {tokens[node] for node in range(nodes) if node not in path[1:]},
+    }
     generator = torch.Generator().manual_seed(draws.randrange(2**31))
     return dict(
         cache=torch.randn((blocks + 3) * block_size, 4, generator=generator, dtype=torch.float64),
@@ -268,7 +285,7 @@ def pass_of(
         tokens=tokens,
         last=last,
         left=left,
-        stop={draws.choice(emitted), 999} if stops else {999},
+        stop={999} | stop.get(stops, set()),
     )
 
 
@@ -276,7 +293,12 @@ PATH_CASES = {  # name: (options of pass_of, why)
     "contiguous": (dict(contiguous=True), "the path moves together"),
     "paged": (dict(), "places become slots through the table"),
     "nearly_done": (dict(left=2), "no sequence emits more than is left"),
-    "stop": (dict(stops=True), "nothing comes after a stop token"),
+    "stop": (dict(stops="one"), "nothing comes after a stop token"),
+    "stops": (dict(stops="several", left=3), "whichever of them comes first"),
+    "stops_elsewhere": (
+        dict(stops="elsewhere"),
+        "the root was emitted before, and nodes that do not stay are not emitted",
+    ),
 }
 
 

@@ -145,6 +145,42 @@ def test_grids(impl, case, seed):
 
 
 @check("18.1", seconds=5)
+def test_faint_groups(impl, seed):
+    """Nearly 0 is not 0: a scale has no lower bound. What is right for the matrix is right for a
+    multiple of it.
+    """
+    inputs, want = matrix_for("groups", seed)
+    least = 2.0**-50
+    inputs = dict(
+        weight=inputs["weight"] * least,
+        group_size=inputs["group_size"],
+        e4m3_scale=inputs["e4m3_scale"] * least,
+    )
+    want = {name: (values * least, bits) for name, (values, bits) in want.items()}
+    assert_grids(impl, inputs, want, atol=1e-9 * least)
+
+
+@check("18.1", {"above": "just above", "below": "just below"}, seconds=5)
+def test_beside_the_middle(impl, case, seed):
+    """Numbers beside the middle of two codes. A step in 16 bits on the way rounds them to the
+    middle, and then half of them go to the wrong side.
+    """
+    middles = ((TABLE[1:] + TABLE[:-1]) / 2).tolist()
+    rows = [  # six of each are middles
+        [1.0625, 1.1875, 2.125, 2.375, -4.25, -4.75, 16.0, 18.0],  # of E4M3: the scale is 1
+        [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, -5.0, 10.0],  # of int4: the scale is 1, and the zero 5
+        [*middles[:6], 0.0, 1.0],  # of NF4: the scale is 1
+        [*middles[9:], 0.0, 1.0],
+    ]
+    weight = torch.tensor(rows, dtype=torch.float64)
+    weight[:, :6] *= 1 + (1e-4 if case == "above" else -1e-4)
+    inputs = dict(weight=weight, group_size=8, e4m3_scale=1.0)
+    want, clear = by_definition(**inputs)
+    assert clear, "a middle itself is among the numbers"
+    assert_grids(impl, inputs, want)
+
+
+@check("18.1", seconds=5)
 def test_a_range_as_wide_on_both_sides(impl, seed):
     """Both ends are 7.5 steps away from 0. Both round to 8, which is one code too many."""
     weight = torch.tensor([[-7.5, 7.5, 3.0, -4.0]], dtype=torch.float64)
@@ -237,7 +273,7 @@ def test_packed_example(impl, seed):
 @check("18.2", {case: why for case, (_, why) in LAYER_CASES.items()}, seconds=5)
 def test_packed_layer(impl, case, seed):
     inputs = layer_for(seed, **LAYER_CASES[case][0])
-    layer = impl(**inputs)
+    layer = call(impl, inputs)
     assert_equal(layer.packed, bytes_of(**inputs), label="packed")
     x = torch.randn(4, inputs["codes"].shape[1])
     want = x.double() @ matrix_of(**inputs).T
@@ -250,21 +286,27 @@ def tensors_in(value) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-@check("18.2", seconds=5)
-def test_the_bytes_are_read(impl, seed):
+KEEPING_CASES = {"plain": "no order and no scales of AWQ", "both": "with the two that were given"}
+
+
+@check("18.2", KEEPING_CASES, seconds=5)
+def test_the_bytes_are_read(impl, case, seed):
     """Other bytes in `packed` are another matrix, and nothing else is kept."""
-    inputs, other = layer_for(seed, K=32), layer_for(seed + 1, K=32)
+    has_both = case == "both"
+    inputs = layer_for(seed, K=32, order=has_both, awq=has_both)
+    other = inputs | dict(codes=layer_for(seed + 1, K=32)["codes"])
     layer = impl(**inputs)
     layer(torch.eye(32))  # which may not keep anything, either
     kept = {name: value for name, value in vars(layer).items() if tensors_in(value)}
-    most = 3 * 16 + sum(inputs[name].nbytes for name in ("scales", "zeros"))
+    given = ("scales", "zeros", "order", "input_scales")
+    most = 3 * 16 + sum(inputs[name].nbytes for name in given if inputs[name] is not None)
     kept_bytes = sum(tensor.nbytes for tensor in tensors_in(list(kept.values())))
     assert kept_bytes <= most, (
-        f"the layer keeps {kept_bytes} bytes in {sorted(kept)}; the packed codes, the scales and "
-        f"the zeros are {most}"
+        f"the layer keeps {kept_bytes} bytes in {sorted(kept)}; the packed codes and what else "
+        f"was given are {most}"
     )
     layer.packed = bytes_of(**other)
-    want = torch.eye(32).double() @ matrix_of(**inputs | dict(codes=other["codes"])).T
+    want = torch.eye(32).double() @ matrix_of(**other).T
     got = note(layer(torch.eye(32)))
     assert_close(got, want, atol=1e-4, dtype=torch.float32, label="the product of other bytes")
 
@@ -357,6 +399,17 @@ def test_gptq_example(impl, seed):
 @check("18.3", {case: why for case, (_, why) in GPTQ_CASES.items()}, seconds=10)
 def test_gptq(impl, case, seed):
     assert_gptq(impl, *problem(seed, **GPTQ_CASES[case][0]))
+
+
+@check("18.3", seconds=5)
+def test_faint_weights(impl, seed):
+    """Nearly 0 is not 0: a scale has no lower bound."""
+    inputs, (codes, scales) = problem(seed)
+    least = 2.0**-50
+    got = call(impl, inputs | dict(weight=inputs["weight"] * least))
+    assert isinstance(got, tuple) and len(got) == 2, "expected (codes, scales)"
+    assert_close(got[1], scales * least, atol=1e-8 * least, label="the scales")
+    assert_equal(got[0], codes, label="the codes")
 
 
 CLAMPED = {  # name: (sign of the weights, codes, why)

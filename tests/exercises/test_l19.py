@@ -120,8 +120,12 @@ def activations(seed, **options):
 
 
 @cache  # every wrong answer meets the same inputs
-def _activations(seed, tokens, channels, outputs, dtype, alpha, dead=False, static=False):
-    """Two loud channels, drawn again until no code is a matter of rounding."""
+def _activations(
+    seed, tokens, channels, outputs, dtype, alpha, dead=False, static=False, faint=False
+):
+    """Two loud channels, drawn again until no code is a matter of rounding. faint: a channel, a
+    token and a row of the weight are nearly 0.
+    """
     for draw in itertools.count():
         g = torch.Generator().manual_seed(1000 * seed + draw)
         loudness = torch.ones(channels)
@@ -132,6 +136,11 @@ def _activations(seed, tokens, channels, outputs, dtype, alpha, dead=False, stat
         weight = weight * torch.linspace(0.2, 3.0, outputs)[:, None]
         if dead:  # a channel without activations, one without weights, a token and a row of zeros
             act_max[0], x[:, 0], weight[:, 2], x[-1], weight[0] = 0.0, 0.0, 0.0, 0.0, 0.0
+        if faint:
+            act_max[0] *= 1e-14
+            x[:, 0] *= 1e-14
+            x[-1] *= 1e-13
+            weight[0] *= 1e-13
         inputs = dict(x=x, weight=weight, act_max=act_max, alpha=alpha, dtype=dtype)
         if static:
             inputs["x_scale"] = torch.tensor([[0.9 / LARGEST[dtype]]])
@@ -149,6 +158,10 @@ SMOOTH_CASES = {  # name: (options, why)
     "dead": (
         dict(dtype=torch.int8, alpha=0.5, dead=True),
         "channels and rows of zeros: no 0 / 0, and no s of 0",
+    ),
+    "faint": (
+        dict(dtype=torch.int8, alpha=0.5, faint=True),
+        "nearly 0 is not 0: the smallest s and scales have no lower bound",
     ),
     "static": (
         dict(dtype=torch.int8, alpha=0.5, static=True),
@@ -302,6 +315,10 @@ PAGE_CASES = {  # name: (options, why)
     "zeros": (
         dict(slots=(8, 9), loudness=(1, 2), zeros=True),
         "a channel and a head that are zero: scale 0, code 0, no NaN",
+    ),
+    "faint": (
+        dict(slots=(8, 9, 10), loudness=(1e-12, 3e-12, 1e-12)),
+        "nearly 0 is not 0: scales have no lower bound",
     ),
     "outlier": (
         dict(slots=(8, 9, 10), loudness=(1, 2, 1), outlier=200.0),

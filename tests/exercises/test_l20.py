@@ -192,6 +192,18 @@ def with_forbidden(seed, low=0.0):
     return parts
 
 
+def far_below(seed):
+    """All logits are below any number that one might write for "nothing": of each row one is
+    larger than the rest by so much that its probability is 1. Padding is 0.
+    """
+    steps = torch.randperm(4 * 20, generator=torch.Generator().manual_seed(seed)).view(4, 20)
+    sizes = torch.tensor([1e5, 1e7, 2e9, 1e30])[:, None]
+    whole = -sizes * (1 + steps / 100)
+    whole[:, 9:] = 0.0
+    whole[1, :5] = -INF
+    return [part.clone() for part in whole.chunk(4, dim=-1)]
+
+
 def of_many_tokens(seed):
     """Winners whose numbers need more bits than 16-bit floats have."""
     parts = drawn(seed, 2, 35_000, 69_999, padding=9.0)
@@ -226,6 +238,7 @@ GREEDY_CASES = {  # name: (logits by seed, vocab_size, why)
         12,
         "a rank without a token says nothing of how large the others' logits are",
     ),
+    "far_below": (far_below, 9, "-1e4 or -1e9 is a number, and a logit may be smaller"),
     "many_tokens": (of_many_tokens, 69_999, "a token's number has to arrive as it was"),
     "alone": (lambda seed: drawn(seed, 1, 6, 6), 6, "one rank"),
 }

@@ -110,6 +110,7 @@ SWITCH_CASES = {  # name: (rank and alpha and options of old, the same of new, w
     "rank_1": (None, (1, 2.0), "r = 1: alpha itself"),
     "rslora": (None, (8, 8.0, dict(use_rslora=True)), "alpha / √r"),
     "mixed": ((6, 8.0, dict(use_rslora=True)), (2, 2.0), "each by its own rule"),
+    "neither": (None, None, "no adapter before and none after"),
 }
 
 
@@ -178,7 +179,7 @@ def test_switch_refuses_dora(impl, seed):
     adapter = adapter_of(seed, 2, 4.0, 3, 5)
     dora = adapter_of(seed, 2, 4.0, 3, 5, use_dora=True)
     weight = torch.zeros(3, 5)
-    for old, new in ((None, dora), (dora, None), (dora, adapter)):
+    for old, new in ((None, dora), (dora, None), (dora, adapter), (dora, dora)):
         try:
             got = note(impl(weight, old, new))
         except ValueError as error:

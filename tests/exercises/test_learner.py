@@ -359,6 +359,8 @@ def test_comparing(spoil, message):
         (torch.tensor([3, 4]), 3, "(Tensor, expected int)"),
         ([1, 5], [1, 2], "your result[1] is 5, expected 2"),
         ([1], [1, 2], "has 1 entries, expected 2"),
+        ([1, 2], (1, 2), "your result is a list of 2 (list, expected tuple)"),
+        ([(1, 2)], [[1, 2]], "your result[0] is a tuple of 2 (tuple, expected list)"),
         (float("nan"), 1.0, "is nan, expected 1"),
     ],
 )

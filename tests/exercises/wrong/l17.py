@@ -151,6 +151,12 @@ answers.slips(
     labels_behind: You pair hidden states with tokens that came before them: shift the other way.
     - logits[:-ahead], tokens[ahead:])
     + logits[ahead:], tokens[:-ahead])
+
+    softmax_without_maximum: exp of a large logit is inf: subtract the largest one first, or take
+        log_softmax.
+    - loss = torch.nn.functional.cross_entropy(logits[:-ahead], tokens[ahead:])
+    + shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    + loss = -shares[:-ahead].gather(1, tokens[ahead:, None]).log().mean()
     """,
 )
 
@@ -389,6 +395,26 @@ answers.slips(
     first_tokens_of_the_tree: The path's tokens are tokens[node], not the first ones of the tree.
     - (tokens[node] for node in path[1:])
     + tokens[1 : len(path)]
+
+    stopped_by_the_root: The root was emitted by an earlier pass. Only what this pass emits ends it.
+    - emitted = []
+    + emitted = []
+    + if tokens[0] in stop:
+    +     return kept, held + 1, emitted
+
+    stopped_by_any_node: Only what is emitted can stop the text, and a node that does not stay is not.
+    - if token in stop or
+    + if stop & {token, *tokens[1:]} or
+
+    stopped_by_the_last_one: The first stop token that is emitted ends the pass, not the last.
+    - emitted = []
+    - for token in [*(tokens[node] for node in path[1:]), last]:
+    -     emitted.append(token)
+    -     if token in stop or len(emitted) == left:
+    -         break
+    + emitted = [*(tokens[node] for node in path[1:]), last][:left]
+    + ends = [at for at, token in enumerate(emitted) if token in stop]
+    + emitted = emitted[: ends[-1] + 1] if ends else emitted
     """,
 )
 

@@ -189,6 +189,32 @@ answers.slips(
     - inside = (weight / e4m3_scale).clamp(-448, 448)
     + e4m3_scale = weight.abs().max() / 448
     + inside = (weight / e4m3_scale).clamp(-448, 448)
+
+    scale_from_1e8_on: A group of tiny weights has a tiny scale. Only a group of zeros has none.
+    - scale = torch.where(scale > 0, scale, 1.0)
+    + scale = scale.clamp(min=1e-8)
+
+    largest_from_1e8_on: A group of tiny weights has a tiny scale. Only a group of zeros has none.
+    - largest = torch.where(largest > 0, largest, 1.0)
+    + largest = largest.clamp(min=1e-8)
+
+    e4m3_by_float16: Rounded to 16 bits first, a number may come to the middle of two of E4M3's, and go
+        to the wrong one.
+    - inside.to(torch.float8_e4m3fn)
+    + inside.half().to(torch.float8_e4m3fn)
+
+    e4m3_by_bfloat16: Rounded to 16 bits first, a number may come to the middle of two of E4M3's, and go
+        to the wrong one.
+    - inside.to(torch.float8_e4m3fn)
+    + inside.bfloat16().to(torch.float8_e4m3fn)
+
+    nf4_by_float16: In 16 bits the distances to two numbers of the table may be equal that are not.
+    - nearest = ((groups / largest)[..., None] - table).abs().argmin(-1)
+    + nearest = ((groups / largest).half()[..., None] - table.half()).abs().argmin(-1)
+
+    int4_by_float16: In 16 bits a ratio just above a half is a half, and goes to the even code.
+    - codes = (torch.round(groups / scale) + zero).clamp(0, 15)
+    + codes = (torch.round((groups / scale).half()).double() + zero).clamp(0, 15)
     """,
 )
 
@@ -382,6 +408,17 @@ answers.slips(
     groups_of_the_example: The groups of the docstring's example have 4 columns, not those of all.
     - (-1, self.group_size // 2)
     + (-1, 2)
+
+    order_of_the_way_back: The layer keeps the order that it was given, and no second one: argsort gives
+        it when it is needed.
+    - self.packed = (low | high << 4).flatten(1)
+    + self.packed = (low | high << 4).flatten(1)
+    + self.back = None if order is None else order.argsort()
+
+    packed_in_place: `chunk` gives views of the codes that were given, and |= writes into them.
+    - self.packed = (low | high << 4).flatten(1)
+    + low |= high << 4
+    + self.packed = low.flatten(1)
     """,
 )
 
@@ -543,6 +580,10 @@ answers.slips(
     halves_away_from_0: torch.round takes a half to the even neighbour.
     - torch.round(ratio)
     + (ratio.sign() * (ratio.abs() + 0.5).floor())
+
+    scale_from_1e8_on: A group of tiny weights has a tiny scale, and it has to be divided by it.
+    - ratio = weight[:, j] / torch.where(scale > 0, scale, 1.0)
+    + ratio = weight[:, j] / scale.clamp(min=1e-8)
     """,
 )
 

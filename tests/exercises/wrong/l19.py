@@ -249,6 +249,19 @@ answers.slips(
     halves_away_from_0: torch.round takes a half to the even neighbour.
     - values.round()
     + (values.sign() * (values.abs() + 0.5).floor())
+
+    scales_from_1e5_on: A row whose values are all tiny has a tiny scale. Only a row of zeros is a
+        special case.
+    - return torch.where(most > 0, most / largest, 1.0)
+    + return torch.where(most > 0, most.clamp(min=1e-5) / largest, 1.0)
+
+    s_from_1e5_on: s may be tiny. Only where a channel is all zeros it is 1.
+    - s = torch.where((act_max > 0) & (weight_max > 0), s, 1.0)
+    + s = torch.where((act_max > 0) & (weight_max > 0), s.clamp(min=1e-5), 1.0)
+
+    tiny_taken_for_zero: A channel or a row is zero if its largest value is 0, not if it is small.
+    - return torch.where(most > 0, most / largest, 1.0)
+    + return torch.where(most > 1e-8, most / largest, 1.0)
     """,
 )
 
@@ -467,6 +480,19 @@ answers.slips(
     + (earlier.sign() * (earlier.abs() + 0.5).floor())
     - (v / divisor[:, None]).round()
     + ((v / divisor[:, None]).sign() * ((v / divisor[:, None]).abs() + 0.5).floor())
+
+    divided_by_1e8_at_least: A channel of tiny values has a tiny scale, and it has to be divided by
+        it.
+    - scale = torch.maximum(own, k.abs() / 127)
+    - divisor = torch.where(scale > 0, scale, 1.0)
+    + scale = torch.maximum(own, k.abs() / 127)
+    + divisor = scale.clamp(min=1e-8)
+
+    tiny_v_taken_for_zero: A head is zero if its largest value is 0, not if it is small.
+    - scale = v.abs().amax(dim=-1) / 127
+    - divisor = torch.where(scale > 0, scale, 1.0)
+    + scale = v.abs().amax(dim=-1) / 127
+    + divisor = scale + 1e-9
     """,
 )
 

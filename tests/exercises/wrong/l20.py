@@ -191,6 +191,10 @@ answers.slips(
     refusal_of_another_class: A size that does not divide the heads is a ValueError.
     - raise ValueError(
     + raise AssertionError(
+
+    a_tuple_of_ranks: The result is a list with an entry for each rank.
+    - return [total + weights.o_bias for total in ranks.all_reduce(parts)]
+    + return tuple(total + weights.o_bias for total in ranks.all_reduce(parts))
     """,
 )
 
@@ -393,6 +397,14 @@ answers.slips(
     + best.nan_to_num(neginf=0.0)
     - (total * (best - largest).exp())
     + (total * (best.nan_to_num(neginf=0.0) - largest).exp())
+
+    filled_with_1e4: -1e4 is larger than some logits, and then padding wins. Nothing is below -inf.
+    - logits.masked_fill(token >= vocab_size, -torch.inf)
+    + logits.masked_fill(token >= vocab_size, -1e4)
+
+    filled_with_1e9: -1e9 is larger than some logits, and then padding wins. Nothing is below -inf.
+    - logits.masked_fill(token >= vocab_size, -torch.inf)
+    + logits.masked_fill(token >= vocab_size, -1e9)
     """,
 )
 

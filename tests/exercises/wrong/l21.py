@@ -238,6 +238,19 @@ answers.slips(
         before it.
     - total.to(weight.dtype)
     + total.half().to(weight.dtype)
+
+    same_adapter_unseen: An adapter with DoRA is refused, also where the old and the new one are the
+        same object.
+    - total = weight.float()
+    + if old is new:
+    +     return weight.clone()
+    + total = weight.float()
+
+    one_of_them_is_there: Both may be None: then there is no adapter to ask for anything.
+    - total = weight.float()
+    + if (old or new).use_dora:
+    +     raise ValueError("use_dora: got True; accepted: False")
+    + total = weight.float()
     """,
 )
 
@@ -614,6 +627,14 @@ answers.slips(
     + users[adapter] -= 1
     + slots[adapter] = slots.pop(adapter)
     + continue
+
+    pairs_are_lists: A result is a pair, (slot, tokens), and so a tuple.
+    - results.append((slot, found * block_size))
+    + results.append([slot, found * block_size])
+
+    results_and_loads_in_a_list: What is returned is a tuple: the results, and the number of loads.
+    - return results, loads
+    + return [results, loads]
     """,
 )
 
