@@ -49,6 +49,8 @@ def asked(pair):
         raise ValueError(why_apart(*pair))
     if why_apart(*pair) == why_apart("eagle", "MLA"):  # said when heads are loaded
         return check_model(model_of("plain", "MLA"))
+    if "states" in pair and set(pair) & set(PARALLEL):  # said when the config is read
+        return config_for(args_of(pair))
     return engine_of(frozenset(pair)) if not set(pair) & set(PARALLEL) else args_of(pair)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l27_states.hybrid.generate import whole_sequence
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.assembly import engine_over
 from reference.engine.engine import Engine

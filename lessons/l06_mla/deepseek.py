@@ -27,6 +27,7 @@ from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSN
 from lessons.l02_naive_attention.variants.gemma import GemmaDecoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
+from lessons.l06_mla.qwen3_next import Qwen3NextDecoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 
@@ -215,6 +216,8 @@ def load_decoder(
 
 def decoder_class(config: ModelConfig) -> type[Decoder]:
     """The decoder that has this shape's parts."""
+    if config.state is not None:
+        return Qwen3NextDecoder
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

@@ -73,6 +73,26 @@ class Router(nn.Module):
         return kept.repeat_interleave(self.config.group_size, dim=-1)
 
 
+class WeighedMLP(MLP):
+    """A shared expert whose output each token weighs by a sigmoid of its own (Qwen3-Next)."""
+
+    def __init__(self, config: ModelConfig, intermediate_size: int):
+        super().__init__(config, intermediate_size)
+        self.output_gate = nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        return (x @ self.output_gate.T).sigmoid() * super().forward(x)
+
+
+def new_shared_experts(config: ModelConfig) -> MLP | None:
+    """What every token passes: the shared experts side by side, one that is weighed, or None."""
+    moe = config.moe
+    if moe.shared_expert_intermediate_size is not None:
+        return WeighedMLP(config, moe.shared_expert_intermediate_size)
+    width = moe.moe_intermediate_size * moe.n_shared_experts
+    return MLP(config, width) if width else None
+
+
 class MoE(nn.Module):
     """Routed experts, and shared ones that every token passes. Parameters are named as in the
     checkpoints on the hub.
@@ -87,11 +107,7 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, moe.moe_intermediate_size) for _ in range(moe.n_routed_experts)
         )
-        self.shared_experts = (
-            MLP(config, moe.moe_intermediate_size * moe.n_shared_experts)
-            if moe.n_shared_experts
-            else None
-        )
+        self.shared_experts = new_shared_experts(config)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         weights, chosen = self.gate(x)

@@ -73,7 +73,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class AddedNorm(nn.Module):
-    """A norm that the kernels do not compute (Gemma's), in the place of a FusedRMSNorm: it adds,
+    """A norm that the kernels do not compute (Gemma's, Qwen3-Next's), in the place of a FusedRMSNorm: it adds,
     then norms.
     """
 
@@ -186,7 +186,7 @@ def fused(model: Decoder, ops: Ops | None = None) -> Decoder:
         return model
     ops = ops or ops_for(model)
     kinds = {RMSNorm: partial(FusedRMSNorm, ops=ops)}
-    if model.config.norms_after:
+    if model.config.norms_after or model.config.state is not None:
         from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm  # few models have it
 
         kinds[GemmaRMSNorm] = AddedNorm

@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from lessons.l02_naive_attention.naive import whole_sequence
+from lessons.l27_states.hybrid.generate import whole_sequence
 from reference.engine.engine import Engine
 
 

@@ -1,6 +1,7 @@
 """The shape of a model, under the names that its config.json uses."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lessons.toolbox.model.arguments import check_kind, check_positive, check_whole, named, refuse
 from lessons.toolbox.model.rope_scaling import RopeScaling, yarn_mscale
@@ -62,6 +63,8 @@ class MoEConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     n_shared_experts: int = 0  # run for every token, beside the chosen ones
+    # Qwen3-Next: the width of one shared expert, whose output a gate weighs
+    shared_expert_intermediate_size: int | None = None
     first_k_dense_replace: int = 0  # so many layers at the start have an ordinary MLP
     # of the others, those whose index divides by this have experts
     moe_layer_freq: int = 1
@@ -79,6 +82,7 @@ class MoEConfig:
         check_whole(**named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
         check_whole(**named(self, "moe_layer_freq n_group topk_group"))
         check_whole(0, **named(self, "n_shared_experts first_k_dense_replace"))
+        check_whole(shared_expert_intermediate_size=self.shared_expert_intermediate_size or 1)
         check_positive(routed_scaling_factor=self.routed_scaling_factor)
         check_kind(tuple, "a tuple", dense_layers=self.dense_layers)
         check_kind(bool, "True or False", **named(self, "norm_topk_prob are_stacked"))
@@ -118,7 +122,7 @@ class MoEConfig:
 class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, Gemma 2/3; Mixtral
     and Qwen3-MoE, which have `moe`; gpt-oss, which has `moe` and `attention_sinks`; DeepSeek-V2 and
-    V3, which have `mla` and `moe`.
+    V3, which have `mla` and `moe`; Qwen3-Next, which has `moe` and `state`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.
@@ -156,6 +160,7 @@ class ModelConfig:
     v_head_dim: int = 0
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    state: Any = None  # a StateConfig (state_config.py): some layers keep a state for K and V
     # as config.json holds it; None: the weights are not quantized. Lesson 18 reads it.
     quantization_config: dict | None = field(default=None, hash=False)
 
@@ -207,6 +212,10 @@ class ModelConfig:
         ):
             accepted = "None, or an object with a quant_method"
             refuse("quantization_config", quantization, accepted)
+        if self.state is not None:
+            from lessons.toolbox.model.state_config import check_state  # here: few models have one
+
+            check_state(self)
         check_kind(tuple, "a tuple", eos_token_ids=self.eos_token_ids)
         check_kind((tuple, type(None)), "a tuple", sliding_windows=self.sliding_windows)
         for window in self.sliding_windows or ():
@@ -244,9 +253,8 @@ class ModelConfig:
         rope = self.rope_scaling
         # Squared, because the published code scales q and k by m each, and m = 1 where
         # mscale_all_dim is absent.
-        stretch = (
-            yarn_mscale(rope.factor, rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0
-        )
+        is_stretched = rope and rope.mscale_all_dim
+        stretch = yarn_mscale(rope.factor, rope.mscale_all_dim) if is_stretched else 1.0
         return self.mla.qk_head_dim**-0.5 * stretch**2
 
     def sliding_window(self, layer: int) -> int | None:
@@ -255,11 +263,11 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether lesson 2's decoder has all its parts: no latents, no experts, no sinks, and no
-        norms after attention and MLP.
+        """Whether lesson 2's decoder has all its parts: no latents, experts, states or sinks, and
+        no norms after attention and MLP.
         """
-        has_experts_or_latents = self.moe is not None or self.mla is not None
-        return not (has_experts_or_latents or self.norms_after or self.attention_sinks)
+        others = self.moe, self.mla, self.state
+        return others == (None, None, None) and not (self.norms_after or self.attention_sinks)
 
     @property
     def has_score_rules(self) -> bool:
@@ -275,16 +283,18 @@ class ModelConfig:
         """This config with the rotation of the layers that have a window."""
         return replace(self, rope_theta=self.rope_local_base_freq, rope_scaling=None)
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep K and V of every token."""
+        return self.num_hidden_layers - (0 if self.state is None else len(self.state.layers))
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """The fewest bytes that a token adds to a cache, over all layers: layers · KV heads ·
-        (head_dim + v_head_dim) · bytes.
+        """The fewest bytes that a token adds to a cache, over all layers that keep K and V: layers
+        · KV heads · (head_dim + v_head_dim) · bytes.
 
         With MLA layers · (latent + rotary key) · bytes; a cache of the expanded k and v of all
         heads holds more.
         """
-        values = (
-            self.mla.latent_dim
-            if self.mla
-            else self.num_key_value_heads * (self.head_dim + self.v_head_dim)
-        )
-        return self.num_hidden_layers * values * bytes_per_value
+        heads, mla = self.num_key_value_heads, self.mla
+        values = mla.latent_dim if mla else heads * (self.head_dim + self.v_head_dim)
+        return self.num_kv_layers * values * bytes_per_value

@@ -87,6 +87,12 @@ def _qwen3_moe(config) -> dict[str, Any]:
     return own | dict(qkv_bias=bias, o_bias=bias)
 
 
+def _qwen3_next(config) -> dict[str, Any]:
+    from lessons.toolbox.model.state_config import qwen3_next  # here: few models have states
+
+    return qwen3_next(config)
+
+
 def _phi3(config) -> dict[str, Any]:
     share = config.rope_parameters["partial_rotary_factor"]
     return dict(sliding_windows=_same_windows(config), partial_rotary_factor=share)
@@ -144,9 +150,8 @@ def _windows(config) -> tuple[int | None, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     kinds = set(config.layer_types)
     if not kinds <= set(windows):
-        raise ValueError(
-            f"'layer_types' must list {' or '.join(windows)}, not {shown(sorted(kinds))}"
-        )
+        listed = " or ".join(windows)
+        raise ValueError(f"'layer_types' must list {listed}, not {shown(sorted(kinds))}")
     if "sliding_attention" not in kinds:
         return ()
     if config.sliding_window is None:
@@ -157,10 +162,8 @@ def _windows(config) -> tuple[int | None, ...]:
 def _deepseek_v2(config) -> dict[str, Any]:
     method = config.topk_method
     if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(
-            f"'topk_method' must be greedy or group_limited_greedy in deepseek_v2, "
-            f"not {shown(method)}"
-        )
+        either = "greedy or group_limited_greedy in deepseek_v2"
+        raise ValueError(f"'topk_method' must be {either}, not {shown(method)}")
     # V2-Lite names groups and does not use them
     groups = "" if method == "greedy" else "n_group topk_group"
     return _deepseek(config, groups, True, scoring_func="softmax", topk_method=method)
@@ -214,6 +217,11 @@ EXPERTS = "num_key_value_heads num_experts_per_tok"
 QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
 QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
 QWEN3_EXPERTS = f"{EXPERTS} num_experts moe_intermediate_size"
+STATES = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
+OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
+QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()}
+QWEN3_NEXT |= {"shared_experts.output_gate": "shared_expert_gate.weight"}
+QWEN3_NEXT |= {"shared_experts": "shared_expert"}
 DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
 
 FAMILIES = {
@@ -236,6 +244,13 @@ FAMILIES = {
         QWEN3_EXPERTS,
         f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
         also_called=dict(num_local_experts="num_experts"),
+    ),
+    "qwen3_next": Family(
+        _qwen3_next,
+        f"{QWEN3_EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {STATES}",
+        f"attention_bias norm_topk_prob {QWEN3_DENSE} partial_rotary_factor layer_types "
+        "full_attention_interval",
+        stored_as=QWEN3_NEXT,
     ),
     "phi3": Family(
         _phi3,

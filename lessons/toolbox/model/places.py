@@ -8,19 +8,26 @@ from torch import Tensor, nn
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.families import FAMILIES
 
+OF_Q_AND_K = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+OF_Q_AND_K += ("q_norm.weight", "k_norm.weight")
+
 
 def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """tensor: [H · D, K]. A matrix of q or k whose heads' rotary coordinates come last, as `attend`
-    wants them.
+    """tensor: [H · D, …]. What makes q or k (matrix, bias, norm of a head), with the heads' rotary
+    coordinates last, as `attend` wants them.
 
-    In Phi-3's checkpoints they come first. That moves q and k alike, and no product of the two
-    depends on their order.
+    In checkpoints of Phi-3 and Qwen3-Next they come first. That moves q and k alike, and no product
+    of the two depends on their order.
     """
-    turns = name.endswith(("q_proj.weight", "k_proj.weight"))
+    turns = name.endswith(OF_Q_AND_K)
     if not turns or config.mla is not None or config.rope_dim == config.head_dim:
         return tensor
-    heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, hidden_size]
-    return heads.roll(-config.rope_dim, dims=1).flatten(0, 1)
+    heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, …]
+    turned = heads.roll(-config.rope_dim, dims=1)
+    if config.state is not None and ".q_proj." in name:
+        # after each head of q its gate, whose coordinates are those of v
+        turned[1::2] = heads[1::2]
+    return turned.flatten(0, 1)
 
 
 class Place(NamedTuple):
@@ -56,11 +63,13 @@ def stored_name(name: str, config: ModelConfig) -> str:
 
 
 def predicts_further(key: str, config: ModelConfig) -> bool:
-    """Whether a tensor belongs to DeepSeek-V3's layers behind the last one, which predict tokens
-    further ahead.
+    """Whether a tensor belongs to layers behind the last one, which predict tokens further ahead
+    (DeepSeek-V3, Qwen3-Next).
 
     transformers leaves them out as well (it names layer 61). No other model may have such a layer.
     """
+    if config.state is not None and key.startswith("mtp."):
+        return True
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]
     if config.mla is None or part != "layers" or not index.isdecimal():
