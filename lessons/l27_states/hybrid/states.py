@@ -44,8 +44,12 @@ LESSON_27_TORCH = StateOps(
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> StateOps:
     """The kernels where they are compiled and have the dtype, PyTorch elsewhere."""
-    if device.type != "cuda" or dtype == torch.float64:
-        return LESSON_27_TORCH
+    is_served = device.type == "cuda" and dtype != torch.float64
+    return state_kernels() if is_served else LESSON_27_TORCH
+
+
+def state_kernels() -> StateOps:
+    """This lesson's kernels."""
     from lessons.l27_states import convolution, optimized, prompts  # here: a CPU needs no kernels
 
     return StateOps(
