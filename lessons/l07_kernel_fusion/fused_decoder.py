@@ -73,8 +73,8 @@ class FusedRMSNorm(nn.Module):
 
 
 class AddedNorm(nn.Module):
-    """A norm that the kernels do not compute (Gemma's, Qwen3-Next's), in the place of a FusedRMSNorm: it adds,
-    then norms.
+    """A norm that the kernels do not compute (Gemma's, Qwen3-Next's), in the place of a
+    FusedRMSNorm: it adds, then norms.
     """
 
     def __init__(self, norm: RMSNorm):

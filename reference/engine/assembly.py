@@ -228,9 +228,9 @@ def new_runner(
 
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
-    and so do experts that cannot be grouped, because Python asks their router which ones to run. So
-    do states, quantized latents, and trees over a quantized cache, because no kernel reads them: they
-    become numbers first.
+    and so do states, and experts that cannot be grouped, because Python asks their router which
+    ones to run. So do quantized latents, and trees over a quantized cache, because no kernel reads
+    them: they become numbers first.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False

@@ -66,8 +66,7 @@ class MoEConfig:
     # Qwen3-Next: the width of one shared expert, whose output a gate weighs
     shared_expert_intermediate_size: int | None = None
     first_k_dense_replace: int = 0  # so many layers at the start have an ordinary MLP
-    # of the others, those whose index divides by this have experts
-    moe_layer_freq: int = 1
+    moe_layer_freq: int = 1  # of the others, those whose index divides by this have experts
     scoring_func: str = "softmax"
     topk_method: str = "greedy"
     n_group: int = 1
@@ -82,7 +81,8 @@ class MoEConfig:
         check_whole(**named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
         check_whole(**named(self, "moe_layer_freq n_group topk_group"))
         check_whole(0, **named(self, "n_shared_experts first_k_dense_replace"))
-        check_whole(shared_expert_intermediate_size=self.shared_expert_intermediate_size or 1)
+        if self.shared_expert_intermediate_size is not None:
+            check_whole(**named(self, "shared_expert_intermediate_size"))
         check_positive(routed_scaling_factor=self.routed_scaling_factor)
         check_kind(tuple, "a tuple", dense_layers=self.dense_layers)
         check_kind(bool, "True or False", **named(self, "norm_topk_prob are_stacked"))
