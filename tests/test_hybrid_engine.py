@@ -66,7 +66,9 @@ def model(models):
 
 
 class Known(NamedTuple):
-    """A prompt, transformers' greedy answer to it, and what the naive rung draws by seeds 0, 1, 2."""
+    """A prompt, transformers' greedy answer to it, and what the naive rung draws by seeds 0, 1
+    and 2.
+    """
 
     prompt: list[int]
     greedy: list[int]
@@ -105,8 +107,8 @@ def assert_all_returned(engine) -> None:
 
 
 def serve(engine, asked, most_steps: int = 3000) -> Counter:
-    """asked: (what is known of a prompt, params, before which step it comes, before which its client
-    gives up). Every answer must be the known one; what was seen is returned.
+    """asked: (what is known of a prompt, params, before which step it comes, before which its
+    client gives up). Every answer must be the known one; what was seen is returned.
     """
     outputs, seen, step = {}, Counter(), 0
     while step == 0 or engine.has_unfinished_requests or step <= max(one[2] for one in asked):
@@ -324,6 +326,7 @@ def test_a_planted_slip_is_found(slip, model, known, monkeypatch):
         (dict(enable_prefix_caching=True), "no state is kept where a block ends"),
         (dict(preemption_mode="swap"), "blocks travel, and states do not"),
         (dict(kv_offloading_size=0.01), "blocks travel, and states do not"),
+        (dict(enable_lora=True), "adapters have the rows and names of a checkpoint's layers"),
         (dict(batch_invariant=True), "each adds in an order of its own"),
         (
             dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),

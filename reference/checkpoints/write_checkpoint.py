@@ -28,7 +28,7 @@ from lessons.l18_weight_quantization.weights import (
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.checkpoint import SMALL_FILES, find_folder
 from lessons.toolbox.model.config_json import CheckpointError, read_json
-from lessons.toolbox.model.places import stored_name
+from lessons.toolbox.model.places import moves_rows, stored_name
 from reference.checkpoints.float_layouts import (
     bnb_nf4,
     float_quantized,
@@ -90,7 +90,7 @@ def quantized_layers(model: Decoder) -> Weights:
 
 def tensor_names(model: Decoder) -> dict[str, str]:
     """{name of a tensor in the decoder: in a checkpoint}. Raises CheckpointError where a checkpoint
-    keeps several in one.
+    keeps several in one, or rows of q and k in another order.
     """
     names = {}
     for name in model.state_dict():
@@ -102,6 +102,11 @@ def tensor_names(model: Decoder) -> dict[str, str]:
         raise CheckpointError(
             f"model_type {model.config.model_type!r} cannot be written: its checkpoints keep "
             "several matrices in one tensor"
+        )
+    if moves_rows(model.config):
+        raise CheckpointError(
+            f"model_type {model.config.model_type!r} cannot be written: its checkpoints hold the "
+            "coordinates of q and k in another order"
         )
     return names
 

@@ -64,6 +64,7 @@ APART = (
     Apart("states", "GGUF", "of GGUF files those of dense models are read"),
     Apart("states", "drafts", "a state holds a refused draft, too"),
     Apart("states", "heads", "a state holds a refused draft, too"),
+    Apart("states", "adapters", "adapters have the rows and names of a checkpoint's layers"),
     Apart("states", "processes", "the workers have no slots for states"),
     Apart("states", "prefix cache", "no state is kept where a block ends"),
     Apart("states", "offloading", "blocks travel, and states do not"),

@@ -26,6 +26,7 @@ def check_states(args: EngineArgs) -> None:
         ("preemption_mode", "swap", args.preemption_mode == "swap", "recompute"),
         ("enable_prefix_caching", "prefix cache", args.enable_prefix_caching, "None or False"),
         ("batch_invariant", "batch invariant", args.batch_invariant, "False"),
+        ("enable_lora", "LoRA", args.enable_lora, "False"),
         ("tensor_parallel_size", "tensor parallel", args.tensor_parallel_size > 1, "1"),
         ("pipeline_parallel_size", "pipeline parallel", args.pipeline_parallel_size > 1, "1"),
         ("data_parallel_size", "data parallel", args.data_parallel_size > 1, "1"),

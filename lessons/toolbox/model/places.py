@@ -12,6 +12,11 @@ OF_Q_AND_K = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 OF_Q_AND_K += ("q_norm.weight", "k_norm.weight")
 
 
+def moves_rows(config: ModelConfig) -> bool:
+    """Whether the family's checkpoints hold the coordinates of q and k in another order."""
+    return config.mla is None and config.rope_dim != config.head_dim
+
+
 def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     """tensor: [H · D, …]. What makes q or k (matrix, bias, norm of a head), with the heads' rotary
     coordinates last, as `attend` wants them.
@@ -19,8 +24,7 @@ def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     In checkpoints of Phi-3 and Qwen3-Next they come first. That moves q and k alike, and no product
     of the two depends on their order.
     """
-    turns = name.endswith(OF_Q_AND_K)
-    if not turns or config.mla is not None or config.rope_dim == config.head_dim:
+    if not name.endswith(OF_Q_AND_K) or not moves_rows(config):
         return tensor
     heads = tensor.unflatten(0, (-1, config.head_dim))  # [H, D, …]
     turned = heads.roll(-config.rope_dim, dims=1)
