@@ -36,7 +36,9 @@ from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.model import places
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config_json import CheckpointError
+from reference.checkpoints.write_checkpoint import save_quantized
 from reference.ladder.rungs import left_out, rungs_of
+from reference.weights.quantization import quantize_model
 from tests.random_families import check_logits, prompts_of, saved_and_loaded
 from tests.random_families import qwen3_next as random_config
 
@@ -324,3 +326,10 @@ def test_a_plan_counts_both_memories(tmp_path):
     assert plan.sequences == left // each
     with pytest.raises(ValueError, match="no state is cut"):
         check_layout(QWEN3_NEXT, Layout(2))
+
+
+def test_a_model_whose_rows_move_is_not_written_in_fewer_bits(tmp_path):
+    _, model = saved_and_loaded(telling_config(), tmp_path / "plain")
+    codes = quantize_model(model, "int8", None)
+    with pytest.raises(CheckpointError, match="hold the coordinates of q and k in another order"):
+        save_quantized(codes, str(tmp_path / "plain"), tmp_path / "codes", "gptq")
