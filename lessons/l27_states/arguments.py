@@ -73,8 +73,8 @@ def check_dense_slots(name: str, states: Tensor) -> None:
 
 
 def check_slots(slots: Tensor, num_slots: int, count: int, least: int, x: Tensor) -> None:
-    """Raise ValueError unless slots: [count] int64 are `least` to num_slots - 1, on x's device, none
-    of them twice but −1. Values are looked at where that is free.
+    """Raise ValueError unless slots: [count] int64 are `least` to num_slots - 1, on x's device,
+    none of them twice but −1. Values are looked at where that is free.
     """
     if slots.dtype != torch.int64 or slots.shape != (count,):
         got = f"{slots.dtype} {tuple(slots.shape)}"

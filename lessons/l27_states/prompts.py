@@ -36,8 +36,8 @@ def gated_delta_prompts(
 
     has_state: [B] bool, whether states[slots[b]] is what came before prompt b, or whatever an
     earlier request left there; None: it is for all. Afterwards it is the state after prompt b.
-    max_seqlen: the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits. Too
-    small a one, which cannot be seen on a GPU without waiting, leaves rows unwritten. Raises
+    max_seqlen: the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits.
+    Too small a one, which cannot be seen on a GPU without waiting, leaves rows unwritten. Raises
     ValueError.
     """
     return prompts(
