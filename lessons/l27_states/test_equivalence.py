@@ -261,15 +261,18 @@ def test_strided_rows_of_a_step(seed):
 # ---------------------------------------------------------------- wrong versions must fail
 
 BUGS = {
-    "the state of the row, not of the slot": ("states_ptr + slot * stride_slot", "states_ptr + b * stride_slot"),
+    "the state of the row, not of the slot": ("ptr + slot * stride_slot", "ptr + b * stride_slot"),
     "beta is forgotten": ("v = beta * (v - tl.sum", "v = (v - tl.sum"),
-    "it fades after the key was asked for": (
-        "    state *= tl.exp(log_decay)\n    if DELTA:",
-        "    if DELTA:",
+    "it does not fade": ("    state *= tl.exp(log_decay)\n", ""),
+    "the output without this token": (
+        "out = tl.sum(state * q[:, None], axis=0)",
+        "out = tl.sum((state - k[:, None] * v[None, :]) * q[:, None], axis=0)",
     ),
-    "the output of the old state": ("out = tl.sum(state * q[:, None], axis=0)", "out = tl.sum((state - k[:, None] * v[None, :]) * q[:, None], axis=0)"),
-    "columns of the first program": ("row[:, None] * VALUE_DIM + column[None, :]", "row[:, None] * VALUE_DIM + column[None, :] % BLOCK_V"),
-    "padding is written": ("tl.store(state_ptr, state, mask=inside & is_used)", "tl.store(state_ptr + (slot < 0) * stride_slot, state, mask=inside)"),
+    "columns of the first program": ("DIM + column[None, :]", "DIM + column[None, :] % 32"),
+    "padding is written": (
+        "tl.store(state_ptr, state, mask=inside & is_used)",
+        "tl.store(state_ptr + (slot < 0) * stride_slot, state, mask=inside)",
+    ),
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_a_planted_bug_of_the_chunks_is_found(bug, seed, tmp_path, monkeypatch):
 
 CONVOLUTION = {
     "the state backwards": ("WIDTH - 1 + position\n", "0 - 1 - position\n"),
-    "the token itself is left out": ("position = token - (WIDTH - 1) + i", "position = token - WIDTH + i"),
+    "the token itself is left out": ("token - (WIDTH - 1) + i", "token - WIDTH + i"),
     "the state of a short prompt is not shifted": (
         "position = length.to(tl.int64) - (WIDTH - 1) + column",
         "position = tl.maximum(length, WIDTH - 1).to(tl.int64) - (WIDTH - 1) + column",
@@ -63,7 +63,7 @@ CONVOLUTION = {
         "inside = kept & ((position >= 0) | has_state)",
         "inside = kept",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bug", CONVOLUTION)
@@ -75,12 +75,12 @@ def test_a_planted_bug_of_the_convolution_is_found(bug, seed, tmp_path):
 
 
 STEPS = {
-    "the state is not shifted": ("(WIDTH - 1) + column - 1, inputs", "(WIDTH - 1) + column - 1, weight"),
+    "weights are kept, not inputs": ("+ column - 1, inputs", "+ column - 1, weight"),
     "the oldest input is left out": (
         "inputs.to(tl.float32) * weight.to(tl.float32), axis=1",
         "tl.where(column > 0, inputs, 0.0).to(tl.float32) * weight.to(tl.float32), axis=1",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bug", STEPS)
