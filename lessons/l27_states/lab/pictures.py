@@ -97,7 +97,7 @@ def draw_state(decay: float = 0.8) -> ClassFigure:
         states = states_over_time(decay if fades < 1 else 1.0, replaces)
         for row, (when, state) in enumerate(zip(SHOWN, states)):
             ax = axes[row, column]
-            ax.imshow(state, vmin=0, vmax=2, cmap="Blues")
+            ax.imshow(state.numpy(), vmin=0, vmax=2, cmap="Blues")
             for i, j in (state.abs() > 0.005).nonzero().tolist():
                 value = float(state[i, j])
                 colour = "white" if value > 1.2 else "black"
