@@ -57,7 +57,7 @@ def check_states(states: Tensor, q: Tensor, v: Tensor) -> None:
     shape = f"float32 [slots, {heads}, {key_dim}, {value_dim}]"
     if states.dtype != torch.float32 or states.shape[1:] != (heads, key_dim, value_dim):
         got = f"{states.dtype} {tuple(states.shape)}"
-        raise ValueError(f"states: got {got}; accepted: {shape}")
+        raise ValueError(f"states: got {got}; accepted: {shape}, as k and v say")
     check_dense_slots("states", states)
     check_one_device(states=states, q=q)
 
@@ -73,8 +73,8 @@ def check_dense_slots(name: str, states: Tensor) -> None:
 
 
 def check_slots(slots: Tensor, num_slots: int, count: int, least: int, x: Tensor) -> None:
-    """Raise ValueError unless slots: [count] int64 are `least` to num_slots - 1, on x's device, none
-    of them twice but −1. Values are looked at where that is free.
+    """Raise ValueError unless slots: [count] int64 are `least` to num_slots - 1, on x's device,
+    none of them twice but −1. Values are looked at where that is free.
     """
     if slots.dtype != torch.int64 or slots.shape != (count,):
         got = f"{slots.dtype} {tuple(slots.shape)}"
@@ -105,7 +105,8 @@ def check_sequences(
     if has_state is not None:
         if has_state.dtype != torch.bool or has_state.shape != (count,):
             got = f"{has_state.dtype} {tuple(has_state.shape)}"
-            raise ValueError(f"has_state: got {got}; accepted: None, or bool ({count},)")
+            accepted = f"None, or bool ({count},), as cu_seqlens says"
+            raise ValueError(f"has_state: got {got}; accepted: {accepted}")
         check_dense(has_state=has_state)
         check_one_device(has_state=has_state, x=x)
     if max_seqlen is not None and not is_whole(max_seqlen, 0):
@@ -132,7 +133,7 @@ def check_channels(x: Tensor, weight: Tensor, states: Tensor) -> None:
         raise ValueError(f"x, weight: got {shapes}; accepted: [T, C], [C, W]")
     channels, width = weight.shape
     if states.ndim != 3 or states.shape[1:] != (channels, width - 1):
-        accepted = f"[slots, {channels}, {width - 1}]"
+        accepted = f"[slots, {channels}, {width - 1}], as weight says"
         raise ValueError(f"states: got {tuple(states.shape)}; accepted: {accepted}")
     dtypes = [x.dtype, weight.dtype, states.dtype]
     if len(set(dtypes)) > 1 or x.dtype not in DECODE_DTYPES:

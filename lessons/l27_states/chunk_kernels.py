@@ -1,5 +1,5 @@
-"""A prompt in chunks, in Triton: three kernels for the delta rule, two without it. prompts.py launches
-them.
+"""A prompt in chunks, in Triton: three kernels for the delta rule, two without it. prompts.py
+launches them.
 
     prepare_kernel    every chunk at once: U₀ and W of chunks.written_by_wy, which need no state
     states_kernel     chunk after chunk: U = U₀ − W S₀, then the state after the chunk
@@ -116,7 +116,8 @@ def prepare_kernel(
         from_start = tl.exp(tl.cumsum(g, axis=0))
         right = (beta * from_start)[:, None] * k
         w = tl.dot(inverse, right, input_precision="ieee")
-        store_tile(w_ptr + head * KEY_DIM, w, start, end, heads * KEY_DIM, 0, KEY_DIM, SIZE, BLOCK_K)  # fmt: skip
+        w_ptr += head * KEY_DIM
+        store_tile(w_ptr, w, start, end, heads * KEY_DIM, 0, KEY_DIM, SIZE, BLOCK_K)
         v_ptr += head * stride_vh
         u_ptr += head * VALUE_DIM
         for first in range(0, VALUE_DIM, BLOCK_V):
@@ -151,8 +152,8 @@ def states_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """One program per head, BLOCK_V columns of a state and sequence; it goes from chunk to chunk.
-    before: [chunks, H, KEY_DIM, VALUE_DIM] float32, the state before each chunk. With the delta rule
-    u holds U₀, and U afterwards; without it u is v.
+    before: [chunks, H, KEY_DIM, VALUE_DIM] float32, the state before each chunk. With the delta
+    rule u holds U₀, and U afterwards; without it u is v.
     """
     head, heads, sequence = tl.program_id(0), tl.num_programs(0), tl.program_id(2)
     first = tl.program_id(1) * BLOCK_V
@@ -209,7 +210,7 @@ def outputs_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program per head and BLOCK_V columns, chunk and sequence. out: [T, H, VALUE_DIM], dense."""
+    """One program per head and BLOCK_V columns, chunk and sequence. out: [T, H, VALUE_DIM]."""
     blocks = tl.cdiv(VALUE_DIM, BLOCK_V)
     head, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_V
     start, end, place = chunk_of(
@@ -218,7 +219,8 @@ def outputs_kernel(
     if start < end:
         q = load_tile(q_ptr + head * stride_qh, start, end, stride_qt, 0, KEY_DIM, SIZE, BLOCK_K)
         k = load_tile(k_ptr + head * stride_kh, start, end, stride_kt, 0, KEY_DIM, SIZE, BLOCK_K)
-        u = load_tile(u_ptr + head * stride_uh, start, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V)  # fmt: skip
+        u_ptr += head * stride_uh
+        u = load_tile(u_ptr, start, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V)
         g = load_numbers(log_decay_ptr + head, start, end, num_heads, SIZE)
         before = before_ptr + (place * num_heads + head) * KEY_DIM * VALUE_DIM
         state = load_tile(before, 0, KEY_DIM, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)

@@ -82,8 +82,9 @@ def conv_prompts_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per BLOCK_T tokens, BLOCK channels and sequence. BLOCK_T is at least WIDTH − 1, so
-    the first program of a sequence alone reads its old state, and that program writes the new one.
+    """One program per BLOCK_T tokens, BLOCK channels and sequence. BLOCK_T is at least WIDTH − 1,
+    so the first program of a sequence alone reads its old state, and that program writes the new
+    one.
     """
     sequence = tl.program_id(2)
     start, length = rows_of_sequence(cu_seqlens_ptr, sequence, num_tokens)
@@ -161,9 +162,9 @@ def conv_prompts(
     slots: [B] int64, cu_seqlens: [B + 1] int32 -> [T, C], all in one dtype.
 
     has_state: [B] bool, whether states[slots[b]] holds what came before, or whatever an earlier
-    request left there; None: it does for all. Afterwards it holds the last W − 1 inputs. max_seqlen:
-    the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits. Raises
-    ValueError.
+    request left there; None: it does for all. Afterwards it holds the last W − 1 inputs.
+    max_seqlen: the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits.
+    Raises ValueError.
     """
     check_channels(x, weight, states)
     longest = check_sequences(cu_seqlens, max_seqlen, has_state, x)

@@ -25,7 +25,11 @@ from torch.nn.functional import pad
 from lessons.l08_online_softmax.naive import wide
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Causal attention whose scores are not exponentiated: out_t = Σ_{s ≤ t} (q_t · k_s) v_s.
 
     q, k: [T, H, Dk], v: [T, H, Dv] -> [T, H, Dv]. T² scores, as in lesson 2; no softmax, so no row
@@ -33,11 +37,15 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     scores = torch.einsum("thd,shd->hts", wide(q), wide(k))
     scores = scores.tril()  # a token sees itself and what is before it
-    return torch.einsum("hts,shv->thv", scores, wide(v)).to(v.dtype)
+    out = torch.einsum("hts,shv->thv", scores, wide(v))
+    return out.to(v.dtype)
 
 
 def linear_attention_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, token by token: q_t is the same in all terms of the sum, so Σ k_s v_sᵀ is kept
     instead of the keys.
@@ -53,7 +61,11 @@ def linear_attention_recurrent(
 
 
 def decayed_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What is older counts less: S ← exp(g) · S + k vᵀ, out = Sᵀ q.
 
@@ -71,7 +83,11 @@ def decayed_linear_attention(
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the state says of this key is replaced: S ← S + k (β (v − Sᵀ k))ᵀ, out = Sᵀ q.
 
@@ -111,7 +127,11 @@ def gated_delta_rule(
     return out, state
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Each channel mixes its last W inputs: y_t = Σ_i weight[i] · x_{t − W + 1 + i}.
 
     x: [T, C], weight: [C, W], its last column for the token itself; state: [C, W − 1], the inputs
@@ -125,38 +145,65 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor | None = None) -> tuple
         inputs = torch.cat([state.to(x.dtype), x.T], dim=1)  # [C, W − 1 + T]
     y = wide(x).new_zeros(x.shape)
     for i in range(width):
-        y += wide(weight[:, i]) * wide(inputs[:, i : i + num_tokens]).T
-    return y.to(x.dtype), inputs[:, num_tokens:].clone()
+        shifted = inputs[:, i : i + num_tokens]  # [C, T]
+        y += wide(weight[:, i]) * wide(shifted).T
+    last = inputs[:, num_tokens:]
+    return y.to(x.dtype), last.clone()
 
 
 # ---------------------------------------------------------------- the pieces
 
 
-def new_state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+def new_state(
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+) -> Tensor:
     """The state to begin with: a copy of `state`, or zeros. k: [T, H, Dk], v: [T, H, Dv] -> [H, Dk,
     Dv], float32 or float64.
     """
     if state is not None:
         return wide(state).clone()
-    _, heads, key_dim = k.shape
-    return wide(v.new_zeros(heads, key_dim, v.shape[2]))
+    heads, key_dim = k.shape[1:]
+    value_dim = v.shape[2]
+    zeros = v.new_zeros(
+        heads,
+        key_dim,
+        value_dim,
+    )
+    return wide(zeros)
 
 
-def outer(k: Tensor, v: Tensor) -> Tensor:
+def outer(
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """k vᵀ for each head: k: [H, Dk], v: [H, Dv] -> [H, Dk, Dv], in float32 at least."""
-    return wide(k)[:, :, None] * wide(v)[:, None, :]
+    rows = wide(k)[:, :, None]
+    columns = wide(v)[:, None, :]
+    return rows * columns
 
 
-def read(state: Tensor, q: Tensor) -> Tensor:
+def read(
+    state: Tensor,
+    q: Tensor,
+) -> Tensor:
     """Sᵀ q for each head: state: [H, Dk, Dv], q: [H, Dk] -> [H, Dv]."""
     return torch.einsum("hkv,hk->hv", state, wide(q))
 
 
-def decay_of(log_decay: Tensor) -> Tensor:
+def decay_of(
+    log_decay: Tensor,
+) -> Tensor:
     """What is left of a state: log_decay: [H] -> [H, 1, 1], between 0 and 1."""
-    return wide(log_decay).exp()[:, None, None]
+    kept = wide(log_decay).exp()
+    return kept[:, None, None]
 
 
-def retnet_log_decay(num_heads: int) -> Tensor:
+def retnet_log_decay(
+    num_heads: int,
+) -> Tensor:
     """RetNet's constants: head h forgets the share 2^(−5 − h) with each token. -> [H] float32."""
-    return torch.log1p(-(2.0 ** (-5.0 - torch.arange(num_heads))))
+    head = torch.arange(num_heads)
+    forgotten = 2.0 ** (-5.0 - head)
+    return torch.log1p(-forgotten)

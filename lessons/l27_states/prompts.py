@@ -4,6 +4,8 @@ out = gated_delta_prompts(q, k, v, log_decay, beta, states, slots, cu_seqlens, h
 out = decayed_prompts(q, k, v, log_decay, states, slots, cu_seqlens, has_state)
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,8 @@ def gated_delta_prompts(
 
     has_state: [B] bool, whether states[slots[b]] is what came before prompt b, or whatever an
     earlier request left there; None: it is for all. Afterwards it is the state after prompt b.
-    max_seqlen: the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits. Too
-    small a one, which cannot be seen on a GPU without waiting, leaves rows unwritten. Raises
+    max_seqlen: the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits.
+    Too small a one, which cannot be seen on a GPU without waiting, leaves rows unwritten. Raises
     ValueError.
     """
     return prompts(
@@ -86,77 +88,113 @@ def prompts(
     check_heads(q, k, v, log_decay, beta)
     check_states(states, q, v)
     longest = check_sequences(cu_seqlens, max_seqlen, has_state, q)
-    count = len(cu_seqlens) - 1
-    check_slots(slots, len(states), count, least=0, x=q)
+    check_slots(slots, len(states), len(cu_seqlens) - 1, least=0, x=q)
     num_chunks = triton.cdiv(longest, chunk)
     check_grid("max_seqlen", num_chunks, f"chunks of {chunk} tokens")
-    num_tokens, num_heads, key_dim = q.shape
-    value_dim = v.shape[2]
-    log_decay = log_decay.contiguous()
-    block_v = min(COLUMNS, triton.next_power_of_2(max(value_dim, 16)))
-    blocks = triton.cdiv(value_dim, block_v)
-    options = dict(
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        SIZE=chunk,
-        BLOCK_K=triton.next_power_of_2(max(key_dim, 16)),
-        BLOCK_V=block_v,
-        num_warps=NUM_WARPS,
-    )
-    new = dict(dtype=torch.float32, device=q.device)
-    # the most chunks that so many tokens of so many sequences can have: see chunk_of
-    most = num_tokens // chunk + count
-    before = torch.empty(most, num_heads, key_dim, value_dim, **new)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    u, w = v, None
-    if beta is not None:
-        u, w = torch.empty(v.shape, **new), torch.empty(k.shape, **new)
-        if out.numel():
-            prepare_kernel[num_heads, num_chunks, count](
-                k,
-                v,
-                log_decay,
-                beta.contiguous(),
-                cu_seqlens,
+    launches = Launches(q, k, v, log_decay.contiguous(), cu_seqlens, num_chunks, chunk)
+    u, w = (v, None) if beta is None else launches.prepare(beta.contiguous())
+    before = launches.carry(u, w, states, slots, has_state)
+    return launches.read(u, before)
+
+
+class Launches(NamedTuple):
+    """The three launches, and what they share."""
+
+    q: Tensor  # [T, H, Dk]
+    k: Tensor  # [T, H, Dk]
+    v: Tensor  # [T, H, Dv]
+    log_decay: Tensor  # [T, H], dense
+    cu_seqlens: Tensor  # [B + 1]
+    num_chunks: int  # of the longest prompt
+    chunk: int  # tokens
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The constants of all three kernels."""
+        key_dim, value_dim = self.k.shape[2], self.v.shape[2]
+        return dict(
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            SIZE=self.chunk,
+            BLOCK_K=triton.next_power_of_2(max(key_dim, 16)),
+            BLOCK_V=min(COLUMNS, triton.next_power_of_2(max(value_dim, 16))),
+            num_warps=NUM_WARPS,
+        )
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(heads, blocks of columns, prompts)."""
+        blocks = triton.cdiv(self.v.shape[2], self.sizes["BLOCK_V"])
+        return self.q.shape[1], blocks, len(self.cu_seqlens) - 1
+
+    def prepare(self, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """U₀: [T, H, Dv] and W: [T, H, Dk] of all chunks, float32. beta: [T, H], dense."""
+        new = dict(dtype=torch.float32, device=self.q.device)
+        u, w = torch.empty(self.v.shape, **new), torch.empty(self.k.shape, **new)
+        heads, _, count = self.grid
+        if u.numel():
+            prepare_kernel[heads, self.num_chunks, count](
+                self.k,
+                self.v,
+                self.log_decay,
+                beta,
+                self.cu_seqlens,
                 u,
                 w,
-                num_tokens,
-                *k.stride()[:2],
-                *v.stride()[:2],
-                **options,
+                len(self.q),
+                *self.k.stride()[:2],
+                *self.v.stride()[:2],
+                **self.sizes,
             )
-    states_kernel[num_heads, blocks, count](
-        k,
-        u,
-        w,
-        log_decay,
-        cu_seqlens,
-        has_state,
-        states,
-        slots,
-        before,
-        num_tokens,
-        *k.stride()[:2],
-        *u.stride()[:2],
-        states.stride(0),
-        DELTA=beta is not None,
-        HAS_STATE=has_state is not None,
-        **options,
-    )
-    if out.numel():
-        outputs_kernel[num_heads * blocks, num_chunks, count](
-            q,
-            k,
+        return u, w
+
+    def carry(
+        self, u: Tensor, w: Tensor | None, states: Tensor, slots: Tensor, has_state: Tensor | None
+    ) -> Tensor:
+        """The state before each chunk: [chunks, H, Dk, Dv]. Makes U of U₀, and writes the last
+        states. u: [T, H, Dv]; w: [T, H, Dk], or None for u = v.
+        """
+        # the most chunks that so many tokens of so many prompts can have: see chunk_of
+        most = len(self.q) // self.chunk + self.grid[2]
+        before = torch.empty(most, *states.shape[1:], dtype=torch.float32, device=states.device)
+        states_kernel[self.grid](
+            self.k,
             u,
-            log_decay,
-            cu_seqlens,
+            w,
+            self.log_decay,
+            self.cu_seqlens,
+            has_state,
+            states,
+            slots,
             before,
-            out,
-            num_tokens,
-            num_heads,
-            *q.stride()[:2],
-            *k.stride()[:2],
+            len(self.q),
+            *self.k.stride()[:2],
             *u.stride()[:2],
-            **options,
+            states.stride(0),
+            DELTA=w is not None,
+            HAS_STATE=has_state is not None,
+            **self.sizes,
         )
-    return out
+        return before
+
+    def read(self, u: Tensor, before: Tensor) -> Tensor:
+        """The outputs: [T, H, Dv]. u: [T, H, Dv]; before: what `carry` returned."""
+        out = torch.empty(self.v.shape, dtype=self.v.dtype, device=self.v.device)
+        heads, blocks, count = self.grid
+        if out.numel():
+            outputs_kernel[heads * blocks, self.num_chunks, count](
+                self.q,
+                self.k,
+                u,
+                self.log_decay,
+                self.cu_seqlens,
+                before,
+                out,
+                len(self.q),
+                heads,
+                *self.q.stride()[:2],
+                *self.k.stride()[:2],
+                *u.stride()[:2],
+                **self.sizes,
+            )
+        return out

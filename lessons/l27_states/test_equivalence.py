@@ -33,7 +33,8 @@ from lessons.l27_states.naive import (
     retnet_log_decay,
 )
 from lessons.toolbox.kernels.bounds import in_bounds
-from lessons.toolbox.proof.numerics import assert_same_bits, poisoned, prove
+from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, poisoned, prove
+from lessons.toolbox.proof.planted import with_bug
 
 BF16 = torch.bfloat16
 
@@ -185,8 +186,8 @@ def test_the_wy_form_is_forward_substitution(kind, seed):
 
 
 def test_a_product_of_powers_is_no_inverse_here(seed):
-    """(I + A)⁻¹ = (I − A)(I + A²)(I + A⁴) … in exact arithmetic. With 64 equal keys its terms grow to
-    10¹⁷ and cancel; forward substitution has none.
+    """(I + A)⁻¹ = (I − A)(I + A²)(I + A⁴) … in exact arithmetic. With 64 equal keys its terms grow
+    to 10¹⁷ and cancel; forward substitution has none.
     """
     a = torch.ones(64, 64).tril(-1)
     identity = torch.eye(64)
@@ -255,3 +256,30 @@ def test_strided_rows_of_a_step(seed):
     given = (*views, *tensors[3:], pool[::2], slots)
     with in_bounds():
         prove(optimized.gated_delta_step, step_by(gated_delta_rule), given, mutates=(5,))
+
+
+# ---------------------------------------------------------------- wrong versions must fail
+
+BUGS = {
+    "the state of the row, not of the slot": ("ptr + slot * stride_slot", "ptr + b * stride_slot"),
+    "beta is forgotten": ("v = beta * (v - tl.sum", "v = (v - tl.sum"),
+    "it does not fade": ("    state *= tl.exp(log_decay)\n", ""),
+    "the output without this token": (
+        "out = tl.sum(state * q[:, None], axis=0)",
+        "out = tl.sum((state - k[:, None] * v[None, :]) * q[:, None], axis=0)",
+    ),
+    "columns of the first program": ("DIM + column[None, :]", "DIM + column[None, :] % 32"),
+    "padding is written": (
+        "tl.store(state_ptr, state, mask=inside & is_used)",
+        "tl.store(state_ptr + (slot < 0) * stride_slot, state, mask=inside)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_of_the_step_is_found(bug, seed, tmp_path):
+    """Each stays inside the states, so what it computes is only wrong."""
+    wrong = with_bug(optimized, tmp_path, *BUGS[bug])
+    given = step_inputs(3, 2, 16, 40, seed=seed)
+    with pytest.raises(NotEquivalent):
+        prove(wrong.gated_delta_step, step_by(gated_delta_rule), given, mutates=(5,))

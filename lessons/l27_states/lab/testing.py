@@ -1,5 +1,5 @@
-"""What the tests of this lesson share: inputs as layers make them, and the naive rules over slots and
-packed prompts, as the kernels are called.
+"""What the tests of this lesson share: inputs as layers make them, and the naive rules over slots
+and packed prompts, as the kernels are called.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ def inputs(
     kind: str = "normal",
     seed: int = 0,
 ) -> list[Tensor]:
-    """q, k: [T, H, Dk], v: [T, H, Dv], log_decay, beta: [T, H] as such layers compute them: keys and
-    queries of length 1, betas between 0 and 1.
+    """q, k: [T, H, Dk], v: [T, H, Dv], log_decay, beta: [T, H] as such layers compute them: keys
+    and queries of length 1, betas between 0 and 1.
 
-    kind: "normal"; "same key" (all keys are equal and beta is 1: a product of many large terms would
-    overflow); "forgets" (now and then a decay of exp(−3000), and hardly any between); "keeps" (no
-    decay); "large values" (a thousand times as large).
+    kind: "normal"; "same key" (all keys are equal and beta is 1: a product of many large terms
+    would overflow); "forgets" (now and then a decay of exp(−3000), and hardly any between); "keeps"
+    (no decay); "large values" (a thousand times as large).
     """
     drawn = torch.Generator().manual_seed(seed)
 
