@@ -24,7 +24,7 @@ from transformers import (
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
-from lessons.l27_states.hybrid.generate import whole_sequence
+from reference.features.states.generate import whole_sequence
 from reference.ladder.rungs import rungs_of
 from tests.exact_peer import exact_logits, widened
 from tests.test_deepseek import PLAIN, random_model

@@ -13,15 +13,15 @@ from transformers import Qwen3NextConfig
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
-from lessons.l27_states.hybrid import pool as pool_module
-from lessons.l27_states.hybrid import states
-from lessons.l27_states.hybrid.generate import generate as alone
-from lessons.l27_states.hybrid.generate import generate_held
-from lessons.l27_states.hybrid.slots import SlotBlocks
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
 from reference.engine.sampling_params import SamplingParams
-from reference.features.states import with_states
+from reference.features.states import layers as states
+from reference.features.states import pool as pool_module
+from reference.features.states.generate import generate as alone
+from reference.features.states.generate import generate_held
+from reference.features.states.room import with_states
+from reference.features.states.slots import SlotBlocks
 from tests.engine_cases import assert_clean
 from tests.exact_peer import exact_logits
 from tests.random_families import saved_and_loaded
@@ -344,7 +344,7 @@ def test_what_does_not_work_with_states_is_said_in_one_line(how, reason, model):
 
 def test_a_draft_with_states_is_refused(model):
     """The target may be any other model; what a draft refuses would stay in its states."""
-    from reference.features.states import hold_states
+    from reference.features.states.room import hold_states
 
     args = EngineArgs(speculative_config=dict(method="ngram", num_speculative_tokens=2))
     with pytest.raises(ValueError, match=r"speculative_config: got .* with states, "):

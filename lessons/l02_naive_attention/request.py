@@ -81,7 +81,7 @@ def check_all_attend(config: ModelConfig) -> None:
     if config.state is not None:
         raise ValueError(
             f"model: got model_type {config.model_type!r}; accepted: one whose layers all attend "
-            "(layers with a state: lesson 27's generate, or the engine)"
+            "(layers with a state: reference.features.states.generate, or the engine)"
         )
 
 

@@ -5,8 +5,8 @@ Such a layer projects, and hands `attend` what its convolution and its state rea
     attend(layer, mixed: [T, C], log_decay: [T, H], beta: [T, H]) -> [T, H, Dv]
 
 mixed holds q, k and v of all heads side by side, before the convolution. That, the SiLU after it,
-the lengths of q and k, and the state are `attend`'s, because each mixes tokens or needs what does.
-Lesson 27 has them. What else is the family's own: a gate after attention, one shared expert with a
+the lengths of q and k, and the state are `attend`'s, because each mixes tokens or needs what does:
+lesson 27, and reference/features/states. What else is the family's own: a gate after attention, one shared expert with a
 gate, and Gemma's norms. Parameters carry the names of Hugging Face checkpoints.
 
 Sources: Yang et al. 2024, Gated Delta Networks, section 3.3 (the layer); Qwen3-Next-80B-A3B's model
@@ -90,7 +90,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class Qwen3NextDecoder(Decoder):
-    """Qwen3-Next. Lesson 27 has the `attend` that it needs."""
+    """Qwen3-Next. reference/features/states has the `attend` that it needs."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

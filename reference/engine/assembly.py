@@ -80,7 +80,7 @@ def engine_here(
     """`engine_over`, with kernels launched where the model is stored."""
     max_model_len = max_model_len_of(args, model.config)
     if model.config.state is not None:
-        from reference.features.states import with_states
+        from reference.features.states.room import with_states
 
         args = with_states(args, model, max_model_len)
     if args.speculative_config is not None:
@@ -138,7 +138,7 @@ def engine_on(
 
         blocks = transfer_blocks(args, runner, others, new_cache(args))
     elif runner.model.config.state is not None:
-        from reference.features.states import slot_blocks
+        from reference.features.states.room import slot_blocks
 
         blocks = slot_blocks(args, runner)
     else:
@@ -208,7 +208,7 @@ def new_runner(
     runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None, rung)
     runner.taps = taps
     if model.config.state is not None:
-        from reference.features.states import hold_states
+        from reference.features.states.room import hold_states
 
         hold_states(runner, args)
     # Captured steps with drafts have no room for the slots of adapters.

@@ -126,7 +126,7 @@ def run_largest_step(
     chunks = [([0] * count, max_model_len - count) for count in counts]
     batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
     if model.config.state is not None:
-        from reference.features.states import in_one_slot
+        from reference.features.states.room import in_one_slot
 
         batch = in_one_slot(runner.pool, batch, chunks)
     hidden = runner.forward(batch.tokens, runner.pool.attending(batch))

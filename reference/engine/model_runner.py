@@ -111,7 +111,7 @@ class ModelRunner:
             return hidden
         batch = self.new_batch(self.pool, chunks, tables)
         if self.model.config.state is not None:
-            from lessons.l27_states.hybrid.pool import with_slots
+            from reference.features.states.pool import with_slots
 
             batch = with_slots(batch, chunks, tables)
         if any(trees):
@@ -169,7 +169,7 @@ def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
     with lesson 17's operations if sequences may run trees; lesson 27's for a model with states.
     """
     if model.config.state is not None:
-        from lessons.l27_states.hybrid.pool import hybrid_rung
+        from reference.features.states.pool import hybrid_rung
 
         return hybrid_rung(kv_cache_dtype)
     rung = paged_rung_of(model)

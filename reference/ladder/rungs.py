@@ -29,9 +29,9 @@ from lessons.l13_prefix_caching import generate as prefixes
 from lessons.l14_continuous_batching import loop as continuous
 from lessons.l15_chunked_prefill import generate as chunked
 from lessons.l16_speculative_sampling import generate as speculative
-from lessons.l27_states.hybrid import generate as hybrid
 from lessons.toolbox.exercises.drop_ins import blamed
 from lessons.toolbox.model.config import ModelConfig
+from reference.features.states import generate as hybrid
 from reference.ladder import engine_rung
 from reference.ladder.contest import first_line
 

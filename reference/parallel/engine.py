@@ -117,7 +117,7 @@ def config_for(args: EngineArgs) -> ModelConfig:
     else:
         config = checkpoint.load_config(args.model)
     if config.state is not None:
-        from reference.features.states import check_states
+        from reference.features.states.room import check_states
 
         check_states(args)
     if args.enable_expert_parallel and config.moe is None:

@@ -19,10 +19,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class, load_decoder
-from lessons.l27_states.hybrid.generate import whole_sequence
 from lessons.toolbox.model.checkpoint import CheckpointError, load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.places import stored_name
+from reference.features.states.generate import whole_sequence
 from tests.test_deepseek import random_model
 from tests.test_families import assert_same_logits, theirs_of
 

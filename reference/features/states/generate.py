@@ -21,9 +21,9 @@ from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import Rung, run_request
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
-from lessons.l27_states.hybrid.pool import HybridPool
-from lessons.l27_states.hybrid.states import conv_weights, heads_of
 from lessons.l27_states.naive import causal_conv, gated_delta_rule
+from reference.features.states.layers import conv_weights, heads_of
+from reference.features.states.pool import HybridPool
 
 
 def whole_sequence(

@@ -7,57 +7,27 @@ Source: transformers' modeling_qwen3_next; that a state has 32 bits whatever the
 documentation of Qwen3-Next, --mamba-ssm-dtype.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from lessons.l08_online_softmax.naive import wide
-from lessons.l27_states.hybrid import stand_ins
+from lessons.l27_states.stand_ins import wrappers
 from lessons.toolbox.model.state_config import StateConfig
+from reference.features.states import in_float64
 
 LENGTH_EPS = 1e-6  # fixed in the published code, whatever rms_norm_eps says
 
 
-class StateOps(NamedTuple):
-    """The four functions of a step, each for a batch: one token of sequences that have a state, and
-    prompts or parts of them. Signatures: stand_ins.py.
+def ops_for(device: torch.device, dtype: torch.dtype):
+    """What has the four functions of a step, conv_step, conv_prompts, gated_delta_step and
+    gated_delta_prompts: kernels on a GPU, their stand-ins on a CPU.
     """
-
-    conv_step: Callable
-    conv_prompts: Callable
-    rule_step: Callable
-    rule_prompts: Callable
-
-
-LESSON_27_TORCH = StateOps(
-    stand_ins.conv_step,
-    stand_ins.conv_prompts,
-    stand_ins.gated_delta_step,
-    stand_ins.gated_delta_prompts,
-)
-
-
-def ops_for(device: torch.device, dtype: torch.dtype) -> StateOps:
-    """The kernels where they are compiled and have the dtype, PyTorch elsewhere."""
-    is_served = device.type == "cuda" and dtype != torch.float64
-    return state_kernels() if is_served else LESSON_27_TORCH
-
-
-def state_kernels() -> StateOps:
-    """This lesson's kernels."""
-    from lessons.l27_states import convolution, optimized, prompts  # here: a CPU needs no kernels
-
-    return StateOps(
-        convolution.conv_step,
-        convolution.conv_prompts,
-        optimized.gated_delta_step,
-        prompts.gated_delta_prompts,
-    )
+    return in_float64 if dtype == torch.float64 else wrappers(device)
 
 
 @dataclass(frozen=True)
@@ -142,12 +112,12 @@ class StatePool:
         if count:
             y = ops.conv_step(mixed[:count], weight, windows, step.decode_slots)
             each = *heads_of(y, self.config), log_decay[:count], beta[:count]
-            outs.append(ops.rule_step(*each, matrices, step.decode_slots))
+            outs.append(ops.gated_delta_step(*each, matrices, step.decode_slots))
         if count < len(mixed):
             rest = step.slots, step.cu_seqlens, step.has_state, step.max_seqlen
             y = ops.conv_prompts(mixed[count:], weight, windows, *rest)
             each = *heads_of(y, self.config), log_decay[count:], beta[count:]
-            outs.append(ops.rule_prompts(*each, matrices, *rest))
+            outs.append(ops.gated_delta_prompts(*each, matrices, *rest))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.to(mixed.dtype)
 

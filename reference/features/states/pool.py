@@ -20,10 +20,10 @@ from lessons.l03_kv_cache.generate import Rung
 from lessons.l12_paged_kv.runner import PAGED
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.pool import QuantizedPool
-from lessons.l27_states.hybrid.slots import SlotTable
-from lessons.l27_states.hybrid.states import StatePool, conv_weights, new_state_step
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
+from reference.features.states.layers import StatePool, conv_weights, new_state_step
+from reference.features.states.slots import SlotTable
 
 
 def attention_alone(config: ModelConfig) -> ModelConfig:

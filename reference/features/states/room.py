@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.batch import Batch
-from lessons.l27_states.hybrid.pool import HybridPool, with_slots
-from lessons.l27_states.hybrid.slots import SlotBlocks, SlotTable
 from reference.engine.cache_memory import bytes_per_token, cache_memory
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model_runner import ModelRunner
 from reference.features.composition import refuse_together
+from reference.features.states.pool import HybridPool, with_slots
+from reference.features.states.slots import SlotBlocks, SlotTable
 
 
 def check_states(args: EngineArgs) -> None:

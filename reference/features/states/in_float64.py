@@ -1,5 +1,6 @@
-"""What a layer with a state does in a step, in PyTorch: for a CPU, where kernels would be
-interpreted, and for float64. Signatures are those of optimized.py, prompts.py and convolution.py.
+"""What a layer with a state does in a step, in float64, which neither the kernels nor their stand-ins
+take: for proofs, where two orders of a sum must give one token. Signatures as in lesson
+27's stand_ins.py.
 
 One token of each of B sequences is one token of a layer with B times as many heads and channels,
 so naive.py's functions compute a batch of them without a loop over its sequences.
