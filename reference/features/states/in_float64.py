@@ -1,6 +1,5 @@
-"""What a layer with a state does in a step, in float64, which neither the kernels nor their stand-ins
-take: for proofs, where two orders of a sum must give one token. Signatures as in lesson
-27's stand_ins.py.
+"""What a layer with a state does in a step, in float64, which neither lesson 27's kernels nor their
+stand-ins take: for proofs, where two orders of a sum must give one token. Signatures as there.
 
 One token of each of B sequences is one token of a layer with B times as many heads and channels,
 so naive.py's functions compute a batch of them without a loop over its sequences.
