@@ -6,8 +6,9 @@ Such a layer projects, and hands `attend` what its convolution and its state rea
 
 mixed holds q, k and v of all heads side by side, before the convolution. That, the SiLU after it,
 the lengths of q and k, and the state are `attend`'s, because each mixes tokens or needs what does:
-lesson 27, and reference/features/states. What else is the family's own: a gate after attention, one shared expert with a
-gate, and Gemma's norms. Parameters carry the names of Hugging Face checkpoints.
+lesson 27, and reference/features/states. What else is the family's own: a gate after attention, one
+shared expert with a gate, and Gemma's norms. Parameters carry the names of Hugging Face
+checkpoints.
 
 Sources: Yang et al. 2024, Gated Delta Networks, section 3.3 (the layer); Qwen3-Next-80B-A3B's model
 card and transformers' modeling_qwen3_next.

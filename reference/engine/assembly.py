@@ -47,6 +47,10 @@ def new_engine(args: EngineArgs) -> Engine:
 
         model, eyes = load_llava(folder, *where)
     tokenizer, drafter = load_tokenizer(args.tokenizer or folder or args.model), None
+    if model.config.state is not None:
+        from reference.features.states.room import check_states  # here: before a draft is loaded
+
+        check_states(args)
     if args.speculative_config is not None:
         from reference.speculation.drafting import load_drafter
 

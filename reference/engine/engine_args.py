@@ -30,6 +30,8 @@ CHOICES = {
     "kv_cache_dtype": ("auto", *KV_FORMATS),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
+SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
+    enable_expert_parallel"""
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -144,15 +146,7 @@ class EngineArgs:
             optional=True,
         )
         check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)
-        switches = (
-            "enable_chunked_prefill",
-            "async_scheduling",
-            "batch_invariant",
-            "enforce_eager",
-            "enable_lora",
-            "enable_expert_parallel",
-        )
-        for name in switches:
+        for name in SWITCHES.split():
             check_kind(bool, "True or False", **{name: getattr(self, name)})
         prefixes = {"enable_prefix_caching": self.enable_prefix_caching}
         check_kind((bool, type(None)), "None, True or False", **prefixes)
