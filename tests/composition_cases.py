@@ -79,10 +79,24 @@ LATENTS = dict(
     topk_method="noaux_tc",
     scoring_func="sigmoid",
 )
+STATES = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+    partial_rotary_factor=1.0,  # else it could not be written in fewer bits
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
 FAMILIES = {
     "dense": dict(model_type="llama"),
     "MoE": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
     "MLA": dict(model_type="deepseek_v3", **LATENTS),
+    "states": dict(model_type="qwen3_next", **STATES),  # it has experts, too
 }
 
 
@@ -106,6 +120,9 @@ def folder_of(family: str) -> Path:
     for name, place in places_of(model).items():
         shape = model.state_dict()[name].shape
         drawn = torch.randn(shape) * 1.5 * shape[-1] ** -0.5
+        if name.endswith(("A_log", "dt_bias")):
+            tensors[f"model.{place.key}"] = drawn
+            continue
         if len(shape) == 1:
             drawn = torch.randn(shape) * 0.1 + (0 if "bias" in name else 1)
         inside = "" if name.startswith("lm_head") else "model."
@@ -172,11 +189,11 @@ ARGUMENTS = {
 }
 # Which say what a token is. What is left may not change one.
 MEANINGS = {*WEIGHTS, "fp8 KV", "int8 KV", "int4 KV", "LoRA", "structured", "n > 1", "beams"}
-MEANINGS |= {"pictures", "MoE", "MLA"}
+MEANINGS |= {"pictures", "MoE", "MLA", "states"}
 
 
 def family_of(features) -> str:
-    return next((name for name in ("MoE", "MLA") if name in features), "dense")
+    return next((name for name in ("states", "MoE", "MLA") if name in features), "dense")
 
 
 def weights_of(features) -> str:

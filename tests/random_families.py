@@ -19,16 +19,19 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import load_decoder
+from reference.features.states.generate import whole_sequence
 from reference.ladder.rungs import rungs_of
+from tests.exact_peer import exact_logits, widened
 from tests.test_deepseek import PLAIN, random_model
 from tests.test_families import theirs_of
 
 TOLERANCE = 2e-4  # of the logits' spread, float32
+EXACT = 1e-8  # in float64
 LENGTHS = (1, 7, 33, 65)
 NEW_TOKENS = 3
 
@@ -88,6 +91,33 @@ def qwen3_moe(chosen: int | None = None) -> Qwen3MoeConfig:
         mlp_only_layers=random.choice([None, [0], [1]]),
         use_sliding_window=random.random() < 0.3,
         sliding_window=6,
+    )
+
+
+def qwen3_next(chosen: int | None = None) -> Qwen3NextConfig:
+    experts, chosen = random_experts(chosen)
+    shape, heads = random_shape(), random.choice([1, 2, 3])
+    layers, kinds = shape["num_hidden_layers"], ["linear_attention", "full_attention"]
+    rope = dict(rope_theta=500.0, partial_rotary_factor=random.choice([0.25, 0.5, 1.0]))
+    yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16)
+    shape["rope_parameters"] = rope | random.choice([dict(rope_type="default"), yarn])
+    return Qwen3NextConfig(
+        **shape,
+        head_dim=random.choice([8, 16]),
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads * random.choice([1, 2, 3]),
+        linear_key_head_dim=random.randint(2, 9),
+        linear_value_head_dim=random.randint(2, 9),
+        linear_conv_kernel_dim=random.choice([2, 3, 4]),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=random.randint(5, 30),
+        shared_expert_intermediate_size=random.randint(5, 30),
+        norm_topk_prob=random.random() < 0.5,
+        attention_bias=random.random() < 0.3,
+        decoder_sparse_step=random.choice([1, 1, 2]),
+        mlp_only_layers=random.choice([None, [0], [1]]),
+        layer_types=random.sample(kinds, 2) + random.choices(kinds, k=layers - 2),
     )
 
 
@@ -168,6 +198,7 @@ def gemma3_text() -> Gemma3TextConfig:
 FAMILIES = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "phi3": phi3,
     "gpt_oss": gpt_oss,
     "gemma2": gemma2,
@@ -189,7 +220,14 @@ def saved_and_loaded(config: PreTrainedConfig, folder: Path) -> tuple[PreTrained
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **PLAIN).eval()
     else:
         theirs.save_pretrained(folder, **shards)
+    if config.model_type == "qwen3_next":
+        return widened(theirs), load_decoder(folder, dtype=torch.float64)
     return theirs, load_decoder(folder)
+
+
+def logits_of(theirs: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """transformers' logits after each of the tokens, in the dtype of its weights: [T, V]."""
+    return (exact_logits if theirs.dtype == torch.float64 else theirs_of)(theirs, tokens)
 
 
 def prompts_of(model: Decoder, lengths=LENGTHS) -> list[list[int]]:
@@ -213,7 +251,7 @@ def check_logits(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]
     """The logits of whole prompts."""
     for prompt in prompts:
         tokens = torch.tensor(prompt)
-        expected = theirs_of(theirs, tokens)
+        expected = logits_of(theirs, tokens)
         with torch.inference_mode():
             got = ours.logits(ours(tokens, whole_sequence(ours, len(tokens))))
         assert 0.1 < expected.std() < 30, "the model under test must say something"
@@ -221,7 +259,8 @@ def check_logits(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]
 
 
 def allowed(expected: Tensor) -> float:
-    return TOLERANCE * float(expected.std())
+    share = EXACT if expected.dtype == torch.float64 else TOLERANCE
+    return share * float(expected.std())
 
 
 # ---------------------------------------------------------------- the rungs
@@ -239,7 +278,7 @@ def check_rungs(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]]
 
     def recording(model: Decoder, hidden: Tensor) -> Tensor:
         logits = to_logits(model, hidden)
-        computed.append(logits.float().clone())
+        computed.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).clone())
         return logits
 
     patch.setattr(Decoder, "logits", recording)
@@ -249,7 +288,7 @@ def check_rungs(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]]
         rows = torch.cat([logits.flatten(0, -2) for logits in computed])
         for prompt, answer in zip(prompts, answers):
             assert 1 <= len(answer) <= NEW_TOKENS  # fewer where a stop token was generated
-            expected = theirs_of(theirs, torch.tensor(prompt + answer[:-1]))
+            expected = logits_of(theirs, torch.tensor(prompt + answer[:-1]))
             for row in expected[len(prompt) - 1 :]:
                 nearest = (rows - row).abs().amax(-1).min()
                 assert nearest <= allowed(expected), f"{step.lesson} {step.name}: {nearest}"

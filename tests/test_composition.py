@@ -12,6 +12,7 @@ from lessons.l17_tree_speculation.arguments import check_model
 from reference.engine.engine_args import EngineArgs
 from reference.features import composition
 from reference.features.composition import GROUP_OF, Apart, are_apart, why_apart
+from reference.features.states.room import check_states
 from reference.parallel.engine import config_for
 from reference.speculation.speculative_config import METHODS
 from tests.composition_cases import WEIGHTS, args_of, check, engine_of, model_of, stored_as
@@ -49,6 +50,10 @@ def asked(pair):
         raise ValueError(why_apart(*pair))
     if why_apart(*pair) == why_apart("eagle", "MLA"):  # said when heads are loaded
         return check_model(model_of("plain", "MLA"))
+    if "states" in pair and set(pair) & set(PARALLEL):  # said when the config is read
+        return config_for(args_of(pair))
+    if "states" in pair and set(pair) & set(METHODS):  # said before a draft is loaded
+        return check_states(args_of(pair))
     return engine_of(frozenset(pair)) if not set(pair) & set(PARALLEL) else args_of(pair)
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.assembly import engine_over
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
+from reference.features.states.generate import whole_sequence
 from reference.vision.config import VisionConfig
 from reference.vision.pictures import Picture, normalized
 from reference.vision.tower import Eyes

@@ -40,12 +40,17 @@ def kv_bytes_per_token(model: ModelShape, bits_per_value: float = 16) -> float:
 
 
 def sequences_that_fit(
-    memory_bytes: float, weights_bytes: float, kv_bytes_per_token: float, context: int
+    memory_bytes: float,
+    weights_bytes: float,
+    kv_bytes_per_token: float,
+    context: int,
+    state_bytes: float = 0,
 ) -> int:
     """How many sequences of `context` tokens fit beside the weights; 0 if not even one, or not even
-    the weights.
+    the weights. state_bytes: what a sequence keeps however long it is (lesson 27).
     """
     per_sequence = positive("kv_bytes_per_token", kv_bytes_per_token) * positive("context", context)
+    per_sequence += state_bytes
     return max(0, int((positive("memory_bytes", memory_bytes) - weights_bytes) // per_sequence))
 
 
@@ -92,7 +97,7 @@ def attention_flops(model: ModelShape, pairs: float) -> float:
     """FLOPs of softmax(qkᵀ)v over all layers and heads for so many (query, key) pairs: one multiply
     and one add per element.
     """
-    heads = model.num_hidden_layers * model.num_attention_heads
+    heads = model.num_kv_layers * model.num_attention_heads
     return 2 * pairs * heads * (model.head_dim + model.value_dim)
 
 
@@ -142,11 +147,12 @@ def decode_floor(
     each.
 
     bandwidth: bytes/s, peak: FLOP/s. The weights are read once for all of them, the KV cache once
-    for each. Activations are small and left out.
+    for each, and a state is read and written. Activations are small and left out, and so are a
+    state's FLOPs.
     """
     batch, context = positive("batch", batch), positive("context", context)
     weights = model.params_read(batch) * positive("bits_per_weight", bits_per_weight) / 8
-    kv = batch * context * kv_bytes_per_token(model, bits_per_kv)
+    kv = batch * (context * kv_bytes_per_token(model, bits_per_kv) + 2 * model.state_bytes)
     flops = batch * 2 * model.active_params + attention_flops(model, batch * context)
     return Floor(weights + kv, flops, bandwidth, peak)
 
@@ -166,7 +172,7 @@ def prefill_floor(
     """
     tokens = positive("prompt_tokens", prompt_tokens)
     moved = model.params_read(tokens) * positive("bits_per_weight", bits_per_weight) / 8
-    moved += tokens * kv_bytes_per_token(model, bits_per_kv)  # written, once
+    moved += tokens * kv_bytes_per_token(model, bits_per_kv) + model.state_bytes  # written, once
     body = 2 * tokens * (model.active_params - model.embedding_params)
     head = 2 * model.embedding_params
     causal_pairs = tokens * (tokens + 1) / 2  # token t sees t keys

@@ -16,6 +16,7 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.request import (
     OnToken,
+    check_all_attend,
     check_call,
     read_requests,
     take_next_tokens,
@@ -211,9 +212,11 @@ def recompute_loop(
 def whole_sequence(model: Decoder, num_tokens: int, attention: Callable = attention) -> Attend:
     """The simplest `attend`: q, k, v: [num_tokens, H, D] are one sequence from its first token on.
 
-    It rotates q and k to their positions and remembers nothing.
+    It rotates q and k to their positions and remembers nothing. Raises ValueError for a model with
+    states.
     """
     config = model.config
+    check_all_attend(config)
     sinks = sinks_of(model)
     positions = torch.arange(num_tokens, device=model.device)
     everywhere = rotation(config, positions, model.dtype)

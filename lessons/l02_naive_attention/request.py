@@ -67,11 +67,22 @@ def hand_out(tokens: list[int], requests: list[Request], on_token: OnToken | Non
             on_token(request.row, token)
 
 
-def check_call(model: Decoder, on_token: OnToken | None) -> None:
+def check_call(model: Decoder, on_token: OnToken | None, may_have_states: bool = False) -> None:
     """Raise ValueError unless these two arguments of `generate` can be called."""
     check_kind(Decoder, "a decoder, such as load_decoder returns", model=model)
+    if not may_have_states:
+        check_all_attend(model.config)
     if on_token is not None and not callable(on_token):
         refuse("on_token", on_token, "None, or a function of a row and a token")
+
+
+def check_all_attend(config: ModelConfig) -> None:
+    """Raise ValueError for a model of which layers keep a state in the place of K and V."""
+    if config.state is not None:
+        raise ValueError(
+            f"model: got model_type {config.model_type!r}; accepted: one whose layers all attend "
+            "(layers with a state: reference.features.states.generate, or the engine)"
+        )
 
 
 def read_requests(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l02_naive_attention.request import check_all_attend
 from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache
 from lessons.l03_kv_cache.batch import Batch
 from lessons.toolbox.model.arguments import check_kind, is_whole, refuse
@@ -64,6 +65,7 @@ class KVPool:
         max_context_len: int | None = None,
     ):
         check_kind(ModelConfig, "a ModelConfig", config=config)
+        check_all_attend(config)
         check_at_least_one(num_blocks=num_blocks, block_size=block_size)
         check_kind(AttentionOps, "AttentionOps, such as LESSON_03_TORCH", ops=ops)
         if max_context_len is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.naive import attention
+from lessons.l02_naive_attention.request import check_all_attend
 from lessons.l02_naive_attention.rope import new_cos_sin_cache, new_local_cos_sin_cache, rotate
 from lessons.l02_naive_attention.variants.score_rules import attention_for, sinks_of
 from lessons.l03_kv_cache.batch import Batch
@@ -37,6 +38,7 @@ class ConcatCache:
         device: torch.device | str = "cpu",
     ):
         check_kind(ModelConfig, "a ModelConfig", config=config)
+        check_all_attend(config)
         check_at_least_one(max_tokens=max_tokens)
         device = read_device(device, "meta")
         self.config = config

@@ -32,6 +32,7 @@ from lessons.l02_naive_attention.variants.parallel import CohereDecoder, PhiDeco
 from lessons.l02_naive_attention.variants.starcoder2 import Starcoder2Decoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
+from lessons.l06_mla.qwen3_next import Qwen3NextDecoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 
@@ -234,6 +235,8 @@ def decoder_class(config: ModelConfig) -> type[Decoder]:
         return OF_VARIANT[config.variant]
     if config.multipliers is not None:
         return GraniteDecoder
+    if config.state is not None:
+        return Qwen3NextDecoder
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

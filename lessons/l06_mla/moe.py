@@ -75,7 +75,7 @@ class Router(nn.Module):
 
 
 class WeighedMLP(MLP):
-    """A shared expert whose output each token weighs by a sigmoid of its own (Qwen2-MoE)."""
+    """A shared expert whose output each token weighs by a sigmoid of its own (Qwen2-MoE, Qwen3-Next)."""
 
     def __init__(self, config: ModelConfig, intermediate_size: int):
         super().__init__(config, intermediate_size)

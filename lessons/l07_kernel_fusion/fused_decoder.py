@@ -76,8 +76,8 @@ class FusedRMSNorm(nn.Module):
 
 
 class AddedNorm(nn.Module):
-    """A norm that the kernels do not compute (Gemma's, OLMo's), in the place of a FusedRMSNorm: it
-    adds, then norms.
+    """A norm that the kernels do not compute (Gemma's, OLMo's, Qwen3-Next's), in the place of a
+    FusedRMSNorm: it adds, then norms.
     """
 
     def __init__(self, norm: RMSNorm):
@@ -213,7 +213,7 @@ def other_norms(config: ModelConfig) -> dict[type[nn.Module], Callable]:
     """{a norm of lesson 2's variants that the model has: what takes its place}. Imported for the
     few models that have them.
     """
-    if config.norms_after or config.variant == "gemma":
+    if config.norms_after or config.variant == "gemma" or config.state is not None:
         from lessons.l02_naive_attention.variants.gemma import GemmaRMSNorm
 
         return {GemmaRMSNorm: AddedNorm}

@@ -131,4 +131,4 @@ def kv_bytes_per_token(config: ModelConfig, format: RowFormat, itemsize: int) ->
     if rows is None:
         rows = [(config.num_key_value_heads, d) for d in (config.head_dim, config.v_head_dim)]
     each = sum(heads * row_bytes(format, width, itemsize) for heads, width in rows)
-    return config.num_hidden_layers * each
+    return config.num_kv_layers * each

@@ -47,6 +47,10 @@ def new_engine(args: EngineArgs) -> Engine:
 
         model, eyes = load_llava(folder, *where)
     tokenizer, drafter = load_tokenizer(args.tokenizer or folder or args.model), None
+    if model.config.state is not None:
+        from reference.features.states.room import check_states  # here: before a draft is loaded
+
+        check_states(args)
     if args.speculative_config is not None:
         from reference.speculation.drafting import load_drafter
 
@@ -79,6 +83,10 @@ def engine_here(
 ) -> Engine:
     """`engine_over`, with kernels launched where the model is stored."""
     max_model_len = max_model_len_of(args, model.config)
+    if model.config.state is not None:
+        from reference.features.states.room import with_states
+
+        args = with_states(args, model, max_model_len)
     if args.speculative_config is not None:
         args.speculative_config.check_context(max_model_len)
     sight = None
@@ -133,6 +141,10 @@ def engine_on(
         from reference.features.kv_transfer.transfers import transfer_blocks
 
         blocks = transfer_blocks(args, runner, others, new_cache(args))
+    elif runner.model.config.state is not None:
+        from reference.features.states.room import slot_blocks
+
+        blocks = slot_blocks(args, runner)
     else:
         blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
@@ -166,7 +178,7 @@ def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
 
 def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
     """Who owns which block, and with a prefix cache which of them are known."""
-    if not args.enable_prefix_caching:
+    if args.enable_prefix_caching is False:
         return BlockManager(num_blocks, args.block_size)
     return CachingBlockManager(num_blocks, args.block_size, new_cache(args))
 
@@ -199,6 +211,10 @@ def new_runner(
         model, rung = invariant(model, args)
     runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None, rung)
     runner.taps = taps
+    if model.config.state is not None:
+        from reference.features.states.room import hold_states
+
+        hold_states(runner, args)
     # Captured steps with drafts have no room for the slots of adapters.
     has_room = adapters is None or args.speculative_config is None
     if has_room and replays(args, model, tree):
@@ -216,9 +232,9 @@ def new_runner(
 
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
-    and so do experts that cannot be grouped, because Python asks their router which ones to run. So
-    do quantized latents, and trees over a quantized cache, because no kernel reads them: they
-    become numbers first.
+    and so do states, and experts that cannot be grouped, because Python asks their router which
+    ones to run. So do quantized latents, and trees over a quantized cache, because no kernel reads
+    them: they become numbers first.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False

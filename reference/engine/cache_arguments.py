@@ -60,6 +60,6 @@ def check_events(args: EngineArgs) -> None:
     args.kv_events_config = KVEventsConfig.read(args.kv_events_config)
     if args.tells_blocks:
         accepted = "None with enable_prefix_caching=False, because nothing is found again"
-        args.require("kv_events_config", args.enable_prefix_caching, accepted)
+        args.require("kv_events_config", args.enable_prefix_caching is not False, accepted)
         accepted = "None where the model is in other processes (…_parallel_size)"
         args.require("kv_events_config", not args.has_workers, accepted)

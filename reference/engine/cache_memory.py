@@ -125,6 +125,10 @@ def run_largest_step(
     counts = [min(count, max_model_len) for count in counts]
     chunks = [([0] * count, max_model_len - count) for count in counts]
     batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
+    if model.config.state is not None:
+        from reference.features.states.room import in_one_slot
+
+        batch = in_one_slot(runner.pool, batch, chunks)
     hidden = runner.forward(batch.tokens, runner.pool.attending(batch))
     if hidden is None:
         return runner.pool.allocated_bytes  # because only the last stage of a pipeline has logits

@@ -30,6 +30,8 @@ CHOICES = {
     "kv_cache_dtype": ("auto", *KV_FORMATS),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
+SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
+    enable_expert_parallel"""
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -72,6 +74,7 @@ class EngineArgs:
     keys: reference.features.kv_transfer.config; None: they stay.
     kv_events_config: whether the server tells routers which blocks it has, a dict of vLLM's keys.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
+    enable_prefix_caching: None: yes, but for a model with states.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
     environment, VLLM_BATCH_INVARIANT=1.
@@ -112,7 +115,7 @@ class EngineArgs:
     kv_offloading_folder_size: float = 16.0
     kv_transfer_config: "KVTransferConfig | dict | str | None" = None
     kv_events_config: "KVEventsConfig | dict | None" = None
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
     batch_invariant: bool = False
@@ -143,17 +146,10 @@ class EngineArgs:
             optional=True,
         )
         check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)
-        switches = (
-            "enable_prefix_caching",
-            "enable_chunked_prefill",
-            "async_scheduling",
-            "batch_invariant",
-            "enforce_eager",
-            "enable_lora",
-            "enable_expert_parallel",
-        )
-        for name in switches:
+        for name in SWITCHES.split():
             check_kind(bool, "True or False", **{name: getattr(self, name)})
+        prefixes = {"enable_prefix_caching": self.enable_prefix_caching}
+        check_kind((bool, type(None)), "None, True or False", **prefixes)
         self.require("max_lora_rank", self.max_lora_rank <= 512, "1 to 512")
         is_enough = self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras
         self.require("max_cpu_loras", is_enough, f"None, or max_loras ({self.max_loras}) or more")

@@ -114,6 +114,10 @@ class ModelRunner:
             hidden, self.features = self.captured(chunks, tables, row_slots, trees, self.late)
             return hidden
         batch = self.new_batch(self.pool, chunks, tables)
+        if self.model.config.state is not None:
+            from reference.features.states.pool import with_slots
+
+            batch = with_slots(batch, chunks, tables)
         if any(trees):
             from lessons.l17_tree_speculation.runner import with_trees
 
@@ -168,8 +172,12 @@ class ModelRunner:
 
 def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
     """Lesson 12's rung for this model, over lesson 19's cache of codes if one is asked for, and
-    with lesson 17's operations if sequences may run trees.
+    with lesson 17's operations if sequences may run trees; lesson 27's for a model with states.
     """
+    if model.config.state is not None:
+        from reference.features.states.pool import hybrid_rung
+
+        return hybrid_rung(kv_cache_dtype)
     rung = paged_rung_of(model)
     if kv_cache_dtype != "auto":
         from lessons.l19_kv_quantization.runner import quantized_rung_of

@@ -32,7 +32,7 @@ def generate(
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Arguments, result and errors as in lesson 2's `generate`."""
-    check_call(model, on_token)
+    check_call(model, on_token, may_have_states=True)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
         args = args_for(waiting)

@@ -3,7 +3,8 @@
 import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import attention_per_head, whole_sequence
+from lessons.l02_naive_attention.naive import attention_per_head
+from reference.features.states.generate import whole_sequence
 from reference.ladder.contest import Contender
 
 MARGIN = 1e-3  # in logits; float32 sums in another order move logits by about 1e-5

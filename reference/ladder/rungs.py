@@ -31,6 +31,7 @@ from lessons.l15_chunked_prefill import generate as chunked
 from lessons.l16_speculative_sampling import generate as speculative
 from lessons.toolbox.exercises.drop_ins import blamed
 from lessons.toolbox.model.config import ModelConfig
+from reference.features.states import generate as hybrid
 from reference.ladder import engine_rung
 from reference.ladder.contest import first_line
 
@@ -124,10 +125,20 @@ ATTENTION_KERNELS = ("no cache, fused softmax", REPEATED.name, IN_GROUPS.name)
 ATTENTION_KERNELS += (FLASH_PROMPTS.name, IN_SPLITS.name)
 
 
+# The rungs between them hold K and V alone.
+WITH_STATES = (
+    Step("27", BELOW[0].name, hybrid.generate, has_cache=False),
+    Step("27", hybrid.HELD.name, hybrid.generate_held),
+    replace(IN_BATCHES[-1], lesson="12-27"),
+)
+
+
 def rungs_of(config: ModelConfig) -> tuple[Step, ...]:
-    """The ladder of a model: from lesson 6 on, one with latents has rungs of its own, and one that
-    caps its scores lacks some.
+    """The ladder of a model: from lesson 6 on, one with latents has rungs of its own, one that caps
+    its scores lacks some, and one with states most.
     """
+    if config.state is not None:
+        return WITH_STATES
     if config.has_score_rules:
         return tuple(step for step in WITH_HEADS if step.name not in ATTENTION_KERNELS)
     return WITH_HEADS if config.mla is None else WITH_LATENTS
@@ -135,6 +146,8 @@ def rungs_of(config: ModelConfig) -> tuple[Step, ...]:
 
 def left_out(config: ModelConfig) -> str | None:
     """Which rungs the ladder of this model lacks, and why, in one line."""
+    if config.state is not None:
+        return f"not run: lessons 3 to 16, whose caches hold no states as {config.model_type}'s"
     if not config.has_score_rules:
         return None
     return (

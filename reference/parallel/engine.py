@@ -116,6 +116,10 @@ def config_for(args: EngineArgs) -> ModelConfig:
         config = config_of(read_gguf(args.model))
     else:
         config = checkpoint.load_config(args.model)
+    if config.state is not None:
+        from reference.features.states.room import check_states
+
+        check_states(args)
     if args.enable_expert_parallel and config.moe is None:
         refuse("enable_expert_parallel", True, f"False for {args.model}, which has no experts")
     named(

@@ -9,8 +9,8 @@ import struct
 
 import torch
 
-from lessons.l02_naive_attention.naive import whole_sequence
 from reference.engine.engine import Engine
+from reference.features.states.generate import whole_sequence
 
 
 @torch.inference_mode()

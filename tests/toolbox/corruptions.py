@@ -18,11 +18,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from lessons.l02_naive_attention.decoder import Decoder
-from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.deepseek import decoder_class, load_decoder
 from lessons.toolbox.model.checkpoint import CheckpointError, load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.places import stored_name
+from reference.features.states.generate import whole_sequence
 from tests.test_deepseek import random_model
 from tests.test_families import assert_same_logits, theirs_of
 
@@ -103,6 +103,24 @@ CONFIGS = {
     | dict(
         head_dim=8,
         moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    "qwen3_next": BASE
+    | dict(
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        linear_conv_kernel_dim=4,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=9,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -301,6 +319,9 @@ def is_small(config: ModelConfig) -> bool:
     if config.moe:
         widths += [config.moe.moe_intermediate_size * max(1, config.moe.n_shared_experts)]
         experts = config.moe.n_routed_experts
+    if config.state:
+        widths += [config.state.conv_dim, config.state.linear_conv_kernel_dim]
+        widths += [config.moe.shared_expert_intermediate_size]
     return max(widths) <= 1024 and config.num_hidden_layers * experts <= 128
 
 

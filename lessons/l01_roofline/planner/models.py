@@ -39,6 +39,11 @@ class ModelShape:
     # the part of head_dim that carries the position, shared by all heads of k
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0  # MLA only; elsewhere v is as wide as k
+    attention_gate: bool = False  # q's projection has a gate for the output as well
+    # layers that keep a state in the place of K and V (lesson 27)
+    num_state_layers: int = 0
+    state_layer_params: int = 0  # elements of the projections of one of them
+    state_layer_bytes: int = 0  # what a sequence keeps in one of them, however long it is
 
     @property
     def value_dim(self) -> int:
@@ -50,8 +55,18 @@ class ModelShape:
         """Numbers that one token leaves in the cache, over all layers."""
         # MLA keeps the latent and one rotary key, and rebuilds k and v of every head from them.
         if self.kv_lora_rank:
-            return self.num_hidden_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
-        return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim
+            return self.num_kv_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
+        return self.num_kv_layers * 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that attend, and keep K and V of every token."""
+        return self.num_hidden_layers - self.num_state_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence keeps in all layers with a state."""
+        return self.num_state_layers * self.state_layer_bytes
 
     @property
     def embedding_params(self) -> int:
@@ -64,7 +79,7 @@ class ModelShape:
         size, heads = self.hidden_size, self.num_attention_heads
         out = heads * self.value_dim * size
         if not self.kv_lora_rank:
-            q = size * heads * self.head_dim
+            q = size * heads * self.head_dim * (2 if self.attention_gate else 1)
             kv = 2 * size * self.num_key_value_heads * self.head_dim
             return q + kv + out
         q = self.q_lora_rank * (size + heads * self.head_dim)
@@ -85,7 +100,8 @@ class ModelShape:
         router = self.hidden_size * self.num_experts
         moe = router + (experts_per_moe_layer + self.num_shared_experts) * self.expert_params
         mlps = (self.num_hidden_layers - moe_layers) * dense + moe_layers * moe
-        return self.num_hidden_layers * self.attention_params + mlps
+        mixers = self.num_kv_layers * self.attention_params
+        return mixers + self.num_state_layers * self.state_layer_params + mlps
 
     @property
     def params(self) -> int:

@@ -62,7 +62,7 @@ class Plan:
         """How many sequences of `context` tokens fit."""
         fixed = self.weight_bytes + self.activation_bytes
         return calc.sequences_that_fit(
-            self.usable_bytes, fixed, self.kv_bytes_per_token, self.context
+            self.usable_bytes, fixed, self.kv_bytes_per_token, self.context, self.model.state_bytes
         )
 
     @property
@@ -133,7 +133,7 @@ def make_plan(
     needed = plan.weight_bytes + plan.activation_bytes
     what = f"weights of {model.name} and activations"
     if needed <= plan.usable_bytes:
-        needed += context * plan.kv_bytes_per_token
+        needed += context * plan.kv_bytes_per_token + model.state_bytes
         what = f"weights, activations and one sequence of {context} tokens"
     if needed > plan.usable_bytes:
         ways = ways_out(plan)
@@ -172,7 +172,7 @@ def ways_out(plan: Plan) -> list[str]:
     ways = []
     if plan.sequences:
         ways.append(f"{plan.sequences} sequences at once, and the others wait")
-    fixed = plan.weight_bytes + plan.activation_bytes
+    fixed = plan.weight_bytes + plan.activation_bytes + plan.batch * plan.model.state_bytes
     room = (plan.usable_bytes - fixed) / (plan.batch * plan.kv_bytes_per_token)
     if room >= 1:
         ways.append(f"a context of {int(room)} tokens")

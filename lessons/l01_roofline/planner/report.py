@@ -76,12 +76,16 @@ def memory_table(plan: Plan) -> Table:
     table.add_row("weights", amount(plan.weight_bytes, "B"), params)
     table.add_row("KV cache of a token", f"{plan.kv_bytes_per_token / 1024:.4g} KiB", values)
     table.add_row("KV cache of a sequence", amount(sequence_bytes, "B"), f"x {plan.context} tokens")
+    if model.state_bytes:
+        kept = f"{model.num_state_layers} layers, whatever the context"
+        table.add_row("states of a sequence", amount(model.state_bytes, "B"), kept)
     pass_of = f"one pass of {plan.batched_tokens} tokens, logits of {plan.batch}, on each GPU"
     table.add_row("activations", amount(plan.activation_bytes, "B"), pass_of)
     kept = "CUDA context, graphs, communication, gaps"
     table.add_row("system reserve", amount(plan.reserve_bytes, "B"), kept)
     table.add_row("usable", amount(plan.usable_bytes, "B"), usable)
-    fit = "(usable - weights - activations) / KV cache of a sequence"
+    each = "KV cache and states" if model.state_bytes else "KV cache"
+    fit = f"(usable - weights - activations) / {each} of a sequence"
     table.add_row("sequences that fit", str(plan.sequences), fit)
     return table
 

@@ -56,6 +56,8 @@ def check_layout(model: ModelShape, layout: Layout) -> None:
     for width in widths - {0}:
         if width % tp:
             refuse("tp", tp, f"a divisor of {width}, a width of {model.name}")
+    if model.num_state_layers:
+        refuse("model", model.name, "one whose layers all keep K and V, because no state is cut")
     if pp > model.num_hidden_layers:
         refuse("pp", pp, f"1 to {model.num_hidden_layers}, the layers of {model.name}")
     if ep > 1 and not model.num_experts:

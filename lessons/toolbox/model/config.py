@@ -1,6 +1,7 @@
 """The shape of a model, under the names that its config.json uses."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lessons.toolbox.model.arguments import (
     check_kind,
@@ -28,7 +29,7 @@ class ModelConfig:
     Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 1/2, Phi and Gemma 1,
     which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
     which has `moe` and `attention_sinks`; DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and
-    `moe`.
+    `moe`; Qwen3-Next, which has `moe` and `state`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.
@@ -69,6 +70,7 @@ class ModelConfig:
     v_head_dim: int = 0
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    state: Any = None  # a StateConfig (state_config.py): some layers keep a state for K and V
     # as config.json holds it; None: the weights are not quantized. Lesson 18 reads it.
     quantization_config: dict | None = field(default=None, hash=False)
 
@@ -124,6 +126,10 @@ class ModelConfig:
         ):
             accepted = "None, or an object with a quant_method"
             refuse("quantization_config", quantization, accepted)
+        if self.state is not None:
+            from lessons.toolbox.model.state_config import check_state  # here: few models have one
+
+            check_state(self)
         check_kind(tuple, "a tuple", eos_token_ids=self.eos_token_ids)
         check_kind((tuple, type(None)), "a tuple", sliding_windows=self.sliding_windows)
         for window in self.sliding_windows or ():
@@ -174,9 +180,8 @@ class ModelConfig:
         rope = self.rope_scaling
         # Squared, because the published code scales q and k by m each, and m = 1 where
         # mscale_all_dim is absent.
-        stretch = (
-            yarn_mscale(rope.factor, rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0
-        )
+        is_stretched = rope and rope.mscale_all_dim
+        stretch = yarn_mscale(rope.factor, rope.mscale_all_dim) if is_stretched else 1.0
         return self.mla.qk_head_dim**-0.5 * stretch**2
 
     def sliding_window(self, layer: int) -> int | None:
@@ -185,10 +190,10 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether lesson 2's decoder has all its parts: no latents, no experts, no sinks, no
+        """Whether lesson 2's decoder has all its parts: no latents, experts, states or sinks, no
         norms after attention and MLP, and nothing of its variants.
         """
-        others = self.moe, self.mla, self.multipliers, self.variant
+        others = self.moe, self.mla, self.state, self.multipliers, self.variant
         has_others = any(part is not None for part in others)
         return not (has_others or self.norms_after or self.attention_sinks)
 
@@ -217,16 +222,18 @@ class ModelConfig:
             return replace(self, rope_scaling=RopeScaling("none", 1.0))
         return replace(self, rope_theta=self.rope_local_base_freq, rope_scaling=None)
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep K and V of every token."""
+        return self.num_hidden_layers - (0 if self.state is None else len(self.state.layers))
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """The fewest bytes that a token adds to a cache, over all layers: layers · KV heads ·
-        (head_dim + v_head_dim) · bytes.
+        """The fewest bytes that a token adds to a cache, over all layers that keep K and V: layers
+        · KV heads · (head_dim + v_head_dim) · bytes.
 
         With MLA layers · (latent + rotary key) · bytes; a cache of the expanded k and v of all
         heads holds more.
         """
-        values = (
-            self.mla.latent_dim
-            if self.mla
-            else self.num_key_value_heads * (self.head_dim + self.v_head_dim)
-        )
-        return self.num_hidden_layers * values * bytes_per_value
+        heads, mla = self.num_key_value_heads, self.mla
+        values = mla.latent_dim if mla else heads * (self.head_dim + self.v_head_dim)
+        return self.num_kv_layers * values * bytes_per_value

@@ -41,6 +41,12 @@ def _qwen3(config) -> dict[str, Any]:
     return dict(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=layer_windows(config))
 
 
+def _qwen3_next(config) -> dict[str, Any]:
+    from lessons.toolbox.model.state_config import qwen3_next  # here: few models have states
+
+    return qwen3_next(config)
+
+
 def _phi3(config) -> dict[str, Any]:
     share = config.rope_parameters["partial_rotary_factor"]
     return dict(sliding_windows=same_windows(config), partial_rotary_factor=share)
@@ -82,6 +88,9 @@ QWEN2_SHARED = {
     "shared_experts.output_gate": "shared_expert_gate.weight",
     "shared_experts": "shared_expert",
 }
+STATES = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
+OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
+QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()} | QWEN2_SHARED
 EXPERTS = "num_key_value_heads num_experts_per_tok"
 QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
 QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
@@ -110,6 +119,13 @@ FAMILIES = {
         QWEN3_EXPERTS,
         f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
         also_called=dict(num_local_experts="num_experts"),
+    ),
+    "qwen3_next": Family(
+        _qwen3_next,
+        f"{QWEN3_EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {STATES}",
+        f"attention_bias norm_topk_prob {QWEN3_DENSE} partial_rotary_factor layer_types "
+        "full_attention_interval",
+        stored_as=QWEN3_NEXT,
     ),
     "phi3": Family(
         _phi3,

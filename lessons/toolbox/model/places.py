@@ -23,8 +23,8 @@ def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     """tensor: [H · D, …]. What makes q or k (matrix, bias, norm of a head), with the heads' rotary
     coordinates last and in halves, as `attend` wants them.
 
-    In checkpoints of Phi-3 and GLM-4 they come first, and GLM-4's lie in pairs (2i, 2i + 1). That
-    moves q and k alike, and no product of the two depends on their order.
+    In checkpoints of Phi-3, Qwen3-Next and GLM-4 they come first, and GLM-4's lie in pairs (2i,
+    2i + 1). That moves q and k alike, and no product of the two depends on their order.
     """
     if not name.endswith(OF_Q_AND_K) or not moves_rows(config):
         return tensor
@@ -32,7 +32,11 @@ def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     turning, rest = heads[:, : config.rope_dim], heads[:, config.rope_dim :]
     if FAMILIES[config.model_type].rope_in_pairs:
         turning = torch.cat([turning[:, 0::2], turning[:, 1::2]], dim=1)
-    return torch.cat([rest, turning], dim=1).flatten(0, 1)
+    turned = torch.cat([rest, turning], dim=1)
+    if config.state is not None and ".q_proj." in name:
+        # after each head of q its gate, whose coordinates are those of v
+        turned[1::2] = heads[1::2]
+    return turned.flatten(0, 1)
 
 
 class Place(NamedTuple):
@@ -69,10 +73,12 @@ def stored_name(name: str, config: ModelConfig) -> str:
 
 def predicts_further(key: str, config: ModelConfig) -> bool:
     """Whether a tensor belongs to a layer behind the last one, which predicts tokens further ahead
-    (DeepSeek-V3, GLM-4.5).
+    (DeepSeek-V3, GLM-4.5, Qwen3-Next).
 
     transformers leaves them out as well (it names layer 61). Other families may have no such layer.
     """
+    if config.state is not None and key.startswith("mtp."):
+        return True
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]
     if (

@@ -6,7 +6,7 @@ for wishes and for fields of the routes' bodies; a group's own table comes befor
 """
 
 NO_REASONING = "the model does not reason apart from its answer"
-NO_STATES = "no supported model family has Mamba states"
+NO_STATES = "a state has float32 at least and one slot a sequence, and none is kept for later"
 NO_TRANSFER = "kv_transfer_config hands over K and V, for completions and chats"
 ONE_KERNEL = "each operation has one implementation"
 ONE_NODE = "an engine runs on one machine"

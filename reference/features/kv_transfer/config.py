@@ -221,7 +221,7 @@ def check_elsewhere(args) -> None:
     asked = {name: one for name, one in asked.items() if getattr(args, name) is not None}
     for name, feature in asked.items():
         accepted = "None with enable_prefix_caching=False, because it finds blocks again"
-        if not args.enable_prefix_caching:
+        if args.enable_prefix_caching is False:
             refuse(name, shown_config(args, name), accepted)
         others = {
             "processes": (

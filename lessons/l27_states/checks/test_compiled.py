@@ -1,0 +1,19 @@
+"""What the compiler says of the kernels, for five GPU generations and without a GPU."""
+
+import pytest
+
+from lessons.l27_states.lab.specs import KERNELS
+from lessons.toolbox.proof.compiled import Bounds
+
+BOUNDS = {
+    # A state is most of what a step moves: its rows are read 16 bytes at a time.
+    "wide loads of a step": Bounds("^step", loads_128bit=8, local_memory=0, matrix=False),
+    "chunks": Bounds("^(prepare|states|outputs)", local_memory=0),
+    "the convolution": Bounds("^conv", local_memory=0, matrix=False),
+}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_compiler_keeps_the_bounds(name):
+    BOUNDS[name].check(KERNELS)

@@ -1,0 +1,200 @@
+"""Packed prompts in chunks: the wrappers of chunk_kernels.py.
+
+out = gated_delta_prompts(q, k, v, log_decay, beta, states, slots, cu_seqlens, has_state)
+out = decayed_prompts(q, k, v, log_decay, states, slots, cu_seqlens, has_state)
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lessons.l03_kv_cache.arguments import check_grid
+from lessons.l27_states.arguments import check_heads, check_sequences, check_slots, check_states
+from lessons.l27_states.chunk_kernels import outputs_kernel, prepare_kernel, states_kernel
+from lessons.toolbox.kernels.triton_ import triton
+
+CHUNK = 64  # tokens; a power of two, 16 or more for tl.dot
+COLUMNS = 32  # of the values, for one program
+NUM_WARPS = 4
+
+
+def gated_delta_prompts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    has_state: Tensor | None = None,
+    max_seqlen: int | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """naive.gated_delta_rule for B packed prompts. q, k: [T, H, Dk], v: [T, H, Dv], log_decay,
+    beta: [T, H], states: [slots, H, Dk, Dv] float32, slots: [B] int64, cu_seqlens: [B + 1] int32 ->
+    [T, H, Dv].
+
+    has_state: [B] bool, whether states[slots[b]] is what came before prompt b, or whatever an
+    earlier request left there; None: it is for all. Afterwards it is the state after prompt b.
+    max_seqlen: the longest prompt, or more; None: read from cu_seqlens, for which the CPU waits.
+    Too small a one, which cannot be seen on a GPU without waiting, leaves rows unwritten. Raises
+    ValueError.
+    """
+    return prompts(
+        q, k, v, log_decay, beta, states, slots, cu_seqlens, has_state, max_seqlen, chunk
+    )
+
+
+def decayed_prompts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    has_state: Tensor | None = None,
+    max_seqlen: int | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """naive.decayed_linear_attention for B packed prompts. q, k: [T, H, Dk], v: [T, H, Dv],
+    log_decay: [T, H] -> [T, H, Dv]. The rest as in `gated_delta_prompts`.
+    """
+    return prompts(
+        q, k, v, log_decay, None, states, slots, cu_seqlens, has_state, max_seqlen, chunk
+    )
+
+
+def prompts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    has_state: Tensor | None,
+    max_seqlen: int | None,
+    chunk: int,
+) -> Tensor:
+    """The launches; without beta there is no delta rule. q, k: [T, H, Dk], v: [T, H, Dv] -> [T, H,
+    Dv]. Raises ValueError.
+    """
+    if chunk not in (16, 32, 64):
+        raise ValueError(f"chunk: got {chunk!r}; accepted: 16, 32 or 64")
+    check_heads(q, k, v, log_decay, beta)
+    check_states(states, q, v)
+    longest = check_sequences(cu_seqlens, max_seqlen, has_state, q)
+    check_slots(slots, len(states), len(cu_seqlens) - 1, least=0, x=q)
+    num_chunks = triton.cdiv(longest, chunk)
+    check_grid("max_seqlen", num_chunks, f"chunks of {chunk} tokens")
+    launches = Launches(q, k, v, log_decay.contiguous(), cu_seqlens, num_chunks, chunk)
+    u, w = (v, None) if beta is None else launches.prepare(beta.contiguous())
+    before = launches.carry(u, w, states, slots, has_state)
+    return launches.read(u, before)
+
+
+class Launches(NamedTuple):
+    """The three launches, and what they share."""
+
+    q: Tensor  # [T, H, Dk]
+    k: Tensor  # [T, H, Dk]
+    v: Tensor  # [T, H, Dv]
+    log_decay: Tensor  # [T, H], dense
+    cu_seqlens: Tensor  # [B + 1]
+    num_chunks: int  # of the longest prompt
+    chunk: int  # tokens
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The constants of all three kernels."""
+        key_dim, value_dim = self.k.shape[2], self.v.shape[2]
+        return dict(
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            SIZE=self.chunk,
+            BLOCK_K=triton.next_power_of_2(max(key_dim, 16)),
+            BLOCK_V=min(COLUMNS, triton.next_power_of_2(max(value_dim, 16))),
+            num_warps=NUM_WARPS,
+        )
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(heads, blocks of columns, prompts)."""
+        blocks = triton.cdiv(self.v.shape[2], self.sizes["BLOCK_V"])
+        return self.q.shape[1], blocks, len(self.cu_seqlens) - 1
+
+    def prepare(self, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """U₀: [T, H, Dv] and W: [T, H, Dk] of all chunks, float32. beta: [T, H], dense."""
+        new = dict(dtype=torch.float32, device=self.q.device)
+        u, w = torch.empty(self.v.shape, **new), torch.empty(self.k.shape, **new)
+        heads, _, count = self.grid
+        if u.numel():
+            prepare_kernel[heads, self.num_chunks, count](
+                self.k,
+                self.v,
+                self.log_decay,
+                beta,
+                self.cu_seqlens,
+                u,
+                w,
+                len(self.q),
+                *self.k.stride()[:2],
+                *self.v.stride()[:2],
+                **self.sizes,
+            )
+        return u, w
+
+    def carry(
+        self, u: Tensor, w: Tensor | None, states: Tensor, slots: Tensor, has_state: Tensor | None
+    ) -> Tensor:
+        """The state before each chunk: [chunks, H, Dk, Dv]. Makes U of U₀, and writes the last
+        states. u: [T, H, Dv]; w: [T, H, Dk], or None for u = v.
+        """
+        # the most chunks that so many tokens of so many prompts can have: see chunk_of
+        most = len(self.q) // self.chunk + self.grid[2]
+        before = torch.empty(most, *states.shape[1:], dtype=torch.float32, device=states.device)
+        states_kernel[self.grid](
+            self.k,
+            u,
+            w,
+            self.log_decay,
+            self.cu_seqlens,
+            has_state,
+            states,
+            slots,
+            before,
+            len(self.q),
+            *self.k.stride()[:2],
+            *u.stride()[:2],
+            states.stride(0),
+            DELTA=w is not None,
+            HAS_STATE=has_state is not None,
+            **self.sizes,
+        )
+        return before
+
+    def read(self, u: Tensor, before: Tensor) -> Tensor:
+        """The outputs: [T, H, Dv]. u: [T, H, Dv]; before: what `carry` returned."""
+        out = torch.empty(self.v.shape, dtype=self.v.dtype, device=self.v.device)
+        heads, blocks, count = self.grid
+        if out.numel():
+            outputs_kernel[heads * blocks, self.num_chunks, count](
+                self.q,
+                self.k,
+                u,
+                self.log_decay,
+                self.cu_seqlens,
+                before,
+                out,
+                len(self.q),
+                heads,
+                *self.q.stride()[:2],
+                *self.k.stride()[:2],
+                *u.stride()[:2],
+                **self.sizes,
+            )
+        return out

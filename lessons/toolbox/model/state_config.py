@@ -1,0 +1,121 @@
+"""Layers that keep a state of fixed size for each sequence, in the place of K and V (lesson 27)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lessons.toolbox.model.arguments import check_kind, check_whole, named, refuse
+from lessons.toolbox.model.config import ModelConfig, MoEConfig
+
+HAS_STATE, ATTENDS = "linear_attention", "full_attention"
+SIZES = """linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+    linear_conv_kernel_dim"""
+
+
+@dataclass(frozen=True)
+class StateConfig:
+    """Gated DeltaNet beside attention, under the names of Qwen3-Next's config.json. Raises
+    ValueError.
+
+    layer_types: of each layer "linear_attention", which keeps a state, or "full_attention".
+    """
+
+    layer_types: tuple[str, ...]
+    linear_num_key_heads: int
+    linear_num_value_heads: int  # a multiple of them: so many value heads share a q and a k
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int  # tokens that the convolution mixes, the newest one included
+
+    def __post_init__(self):
+        check_kind(tuple, "a tuple", layer_types=self.layer_types)
+        check_whole(**named(self, SIZES))
+        check_whole(2, linear_conv_kernel_dim=self.linear_conv_kernel_dim)
+        if set(self.layer_types) != {HAS_STATE, ATTENDS}:
+            refuse("layer_types", self.layer_types, f"both {HAS_STATE} and {ATTENDS}, and no other")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.linear_num_key_heads})"
+            )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == HAS_STATE)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep K and V."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == ATTENDS)
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that share a q and a k."""
+        return self.linear_num_value_heads // self.linear_num_key_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of q of all heads, and of k."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of v of all heads."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that the convolution mixes: q, k and v."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """What the convolution of a layer keeps of a sequence: [C, W - 1], its last inputs."""
+        return self.conv_dim, self.linear_conv_kernel_dim - 1
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """The state of a layer's heads: [H, Dk, Dv]."""
+        heads = self.linear_num_value_heads
+        return heads, self.linear_key_head_dim, self.linear_value_head_dim
+
+    def bytes_per_sequence(self, bytes_per_value: int) -> int:
+        """What a sequence keeps in these layers, however long it is. bytes_per_value: of the
+        model's dtype; the matrices, to which each token adds, have 4 bytes at least.
+        """
+        channels, window = self.conv_shape
+        heads, key_dim, value_dim = self.matrix_shape
+        matrices = heads * key_dim * value_dim * max(4, bytes_per_value)
+        return len(self.layers) * (channels * window * bytes_per_value + matrices)
+
+
+def qwen3_next(config) -> dict[str, Any]:
+    """The fields of ModelConfig that are Qwen3-Next's own, out of transformers' config."""
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    mlp_only = set(config.mlp_only_layers)
+    moe = MoEConfig(
+        n_routed_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.moe_intermediate_size,
+        shared_expert_intermediate_size=config.shared_expert_intermediate_size,
+        norm_topk_prob=config.norm_topk_prob,
+        # + 1, because every step-th layer has experts, and layer 0 is the first
+        dense_layers=tuple(i for i in layers if i in mlp_only or (i + 1) % step),
+    )
+    sizes = {key: getattr(config, key) for key in SIZES.split()}
+    state = StateConfig(tuple(config.layer_types), **sizes)
+    bias, share = config.attention_bias, config.rope_parameters["partial_rotary_factor"]
+    own = dict(moe=moe, state=state, qk_norm=True, partial_rotary_factor=share)
+    return own | dict(qkv_bias=bias, o_bias=bias)
+
+
+def check_state(config: ModelConfig) -> None:
+    """Raise ValueError unless `state` fits to the other fields."""
+    check_kind(StateConfig, "None or StateConfig", state=config.state)
+    if (found := len(config.state.layer_types)) != config.num_hidden_layers:
+        raise ValueError(
+            f"layer_types names {found} layers, num_hidden_layers is {config.num_hidden_layers}"
+        )
+    if config.sliding_windows or config.mla is not None:
+        others = "windows" if config.sliding_windows else "latents"
+        refuse("state", config.state, f"None in a model with {others}")

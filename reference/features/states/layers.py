@@ -1,0 +1,142 @@
+"""The states of sequences, in slots of one size, and what a layer does with them in a step.
+
+Read `StatePool.attend`: convolve, cut into q, k and v, run the rule. It is what `attend` is for a
+layer that has a state; lesson 6's qwen3_next.py is the other side of that seam.
+
+Source: transformers' modeling_qwen3_next; that a state has 32 bits whatever the model has: SGLang's
+documentation of Qwen3-Next, --mamba-ssm-dtype.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from lessons.l08_online_softmax.naive import wide
+from lessons.l27_states.stand_ins import wrappers
+from lessons.toolbox.model.state_config import StateConfig
+from reference.features.states import in_float64
+
+LENGTH_EPS = 1e-6  # fixed in the published code, whatever rms_norm_eps says
+
+
+def ops_for(device: torch.device, dtype: torch.dtype):
+    """What has the four functions of a step, conv_step, conv_prompts, gated_delta_step and
+    gated_delta_prompts: kernels on a GPU, their stand-ins on a CPU.
+    """
+    return in_float64 if dtype == torch.float64 else wrappers(device)
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """Which slot each sequence of a step has. First, `num_decodes` sequences that run one token and
+    have a state; then the others, which may begin.
+    """
+
+    num_decodes: int
+    decode_slots: Tensor  # [num_decodes] int64
+    slots: Tensor  # [B - num_decodes] int64, of the others
+    cu_seqlens: Tensor  # [B - num_decodes + 1] int32: where their tokens begin, from the first one
+    has_state: Tensor  # [B - num_decodes] bool: whether tokens of it have run before
+    max_seqlen: int  # of the others
+
+
+def new_state_step(
+    lengths: Sequence[int], held: Sequence[int], slots: Sequence[int], device: torch.device
+) -> StateStep:
+    """lengths: new tokens of each sequence; held: how many have run before them."""
+    pairs = list(zip(lengths, held))
+    is_prompt = [new > 1 or not before for new, before in pairs]
+    count = is_prompt.index(True) if True in is_prompt else len(pairs)
+    rest = lengths[count:]
+    starts = torch.tensor(list(accumulate(rest, initial=0)), dtype=torch.int32)
+    return StateStep(
+        num_decodes=count,
+        decode_slots=torch.tensor(slots[:count], dtype=torch.int64).to(device),
+        slots=torch.tensor(slots[count:], dtype=torch.int64).to(device),
+        cu_seqlens=starts.to(device),
+        has_state=torch.tensor([before > 0 for before in held[count:]]).to(device),
+        max_seqlen=max(rest, default=0),
+    )
+
+
+def conv_weights(model: nn.Module) -> dict[int, Tensor]:
+    """The convolution of each layer that has a state: [C, W]."""
+    layers = model.config.state.layers
+    return {layer: model.layers[layer].self_attn.conv1d.weight[:, 0] for layer in layers}
+
+
+class StatePool:
+    """Of each state layer, in each slot, the last inputs of the convolution, [C, W - 1] in the
+    model's dtype, and the matrices of its heads, [H, Dk, Dv] in float32 at least.
+
+    What a slot holds before its sequence begins is not read, so no slot is ever cleared.
+    """
+
+    def __init__(
+        self,
+        config: StateConfig,
+        weights: dict[int, Tensor],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        self.config, self.weights, self.num_slots = config, weights, num_slots
+        self.ops = ops_for(torch.device(device), dtype)
+        self.at = {layer: index for index, layer in enumerate(config.layers)}
+        shape, kept = (len(self.at), num_slots), torch.promote_types(dtype, torch.float32)
+        self.windows = torch.zeros(*shape, *config.conv_shape, dtype=dtype, device=device)
+        self.matrices = torch.zeros(*shape, *config.matrix_shape, dtype=kept, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.windows.nbytes + self.matrices.nbytes
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot of all layers over another one."""
+        for states in (self.windows, self.matrices):
+            states[:, target] = states[:, source]
+
+    def attend(
+        self, layer: int, mixed: Tensor, log_decay: Tensor, beta: Tensor, step: StateStep
+    ) -> Tensor:
+        """mixed: [T, C], log_decay, beta: [T, H] -> [T, H, Dv]. The step's slots are the states
+        after these tokens then.
+        """
+        ops, weight, index = self.ops, self.weights[layer], self.at[layer]
+        windows, matrices, count = self.windows[index], self.matrices[index], step.num_decodes
+        outs = []
+        if count:
+            y = ops.conv_step(mixed[:count], weight, windows, step.decode_slots)
+            each = *heads_of(y, self.config), log_decay[:count], beta[:count]
+            outs.append(ops.gated_delta_step(*each, matrices, step.decode_slots))
+        if count < len(mixed):
+            rest = step.slots, step.cu_seqlens, step.has_state, step.max_seqlen
+            y = ops.conv_prompts(mixed[count:], weight, windows, *rest)
+            each = *heads_of(y, self.config), log_decay[count:], beta[count:]
+            outs.append(ops.gated_delta_prompts(*each, matrices, *rest))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.to(mixed.dtype)
+
+
+def heads_of(y: Tensor, config: StateConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """What the rule reads, out of what the convolution wrote. y: [T, C] -> q, k: [T, H, Dk], v: [T,
+    H, Dv], float32 at least.
+
+    q and k have length 1, because the delta rule replaces what is read by k; q then counts by 1 /
+    √Dk. A q and a k serve several heads of v.
+    """
+    widths = [config.key_dim, config.key_dim, config.value_dim]
+    q, k, v = wide(silu(y)).split(widths, dim=-1)
+    q, k = (unit(x.unflatten(-1, (-1, config.linear_key_head_dim))) for x in (q, k))
+    q = q * config.linear_key_head_dim**-0.5
+    q, k = (x.repeat_interleave(config.values_per_key, dim=1) for x in (q, k))
+    return q, k, v.unflatten(-1, (-1, config.linear_value_head_dim))
+
+
+def unit(x: Tensor) -> Tensor:
+    """x: [..., D], each row with length 1 (a little less for short ones)."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
