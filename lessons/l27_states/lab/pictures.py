@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lessons.l27_states.costs import QWEN3_NEXT, Hybrid, even_memory
+from lessons.l27_states.lab.costs import QWEN3_NEXT, Hybrid, even_memory
 from lessons.l27_states.lab.needle import (
     DECAY,
     FEW_KEYS,
