@@ -129,7 +129,8 @@ def test_what_is_still_read_right():
     said(f"decay falls to about {100 * again['decay']:.0f}, the sum to {100 * again['sum']:.0f}")
 
 
-def test_the_quiz():
+def test_the_quiz_and_step_2():
+    said(f"If exp(g) is 0.99, a token counts {0.99**100:.2f} after 100 more")
     assert 64 * 64 * 128 * 4 == 2_097_152
     k, beta = torch.ones(3, 1, 1), torch.full((3, 1), 0.5)
     out, _ = delta_rule(k, k, k, beta)
