@@ -112,10 +112,10 @@ def conv_prompts_kernel(
         )
         if first == 0:
             column = tl.arange(0, BLOCK_W)[None, :]
-            position = length.to(tl.int64) - (WIDTH - 1) + column
+            last = length.to(tl.int64) - (WIDTH - 1) + column
             kept = in_channel[:, None] & (column < WIDTH - 1)
-            inside = kept & ((position >= 0) | has_state)
-            new = inputs_at(x_ptr, state_ptr, position, channel[:, None], inside, stride_x, WIDTH)
+            in_state = kept & ((last >= 0) | has_state)
+            new = inputs_at(x_ptr, state_ptr, last, channel[:, None], in_state, stride_x, WIDTH)
             tl.debug_barrier()  # every thread has read the state before any thread writes it
             tl.store(state_ptr + channel[:, None] * (WIDTH - 1) + column, new, mask=kept)
 

@@ -10,7 +10,8 @@ from lessons.toolbox.kernels.triton_ import triton
 
 ROOM = "lessons.l27_states"
 KEY_DIM = VALUE_DIM = 128  # of a head of Qwen3-Next; Mamba-2's states are 128 by 64
-CHANNELS, WIDTH = 8192, 4
+WIDTH = 4
+WITH_MATRIX_UNITS = (80, 89, 90, 100)  # a T4 has none for tf32
 SIZES = {"KEY_DIM": KEY_DIM, "VALUE_DIM": VALUE_DIM, "BLOCK_K": KEY_DIM}
 
 
@@ -73,7 +74,9 @@ def chunk_spec(kernel: str, dtype: str, delta: bool = True) -> KernelSpec:
         signature=pointers | dict.fromkeys(of, "i32"),
         constexprs=constexprs,
         num_warps=prompts.NUM_WARPS,
+        num_stages=prompts.NUM_STAGES,
         divisible_by_16=of,
+        chips=WITH_MATRIX_UNITS,
     )
 
 
