@@ -6,7 +6,6 @@ from lessons.toolbox.draw.figure import (
     draw_lines,
     frame,
     label_column,
-    number,
     style,
 )
 
