@@ -12,8 +12,8 @@ from collections import namedtuple
 from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, paged_row, plain_load
 from lessons.toolbox.kernels.triton_ import tl, triton
 
-# Where a program finds its keys: its sequence's row of the block table, and its KV head's rows in the
-# pool. The scales are None, but for a cache that stores some (lesson 19).
+# Where a program finds its keys: its sequence's row of the block table, and its KV head's rows in
+# the pool. The scales are None, but for a cache that stores some (lesson 19).
 Keys = namedtuple(
     "Keys",
     "sequence table_ptr k_ptr v_ptr k_scale_ptr v_scale_ptr "
@@ -42,8 +42,8 @@ def tile_step(
     SEES: tl.constexpr,
 ):
     """The running sums (m_i: [M], l_i: [M], acc: [M, BLOCK_DV]) of queries q: [M, BLOCK_D], after
-    the keys key: [N], of which in_use: [N] count. query: [M, 1], the queries' positions. keys: where
-    they are, `Keys`. view: what SEES asks beside positions.
+    the keys key: [N], of which in_use: [N] count. query: [M, 1], the queries' positions. keys:
+    where they are, `Keys`. view: what SEES asks beside positions.
     """
     m_i, l_i, acc = sums
     column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]

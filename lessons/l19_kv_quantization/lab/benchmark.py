@@ -159,7 +159,8 @@ BENCHMARKS = [
     Benchmark(
         name="l19_products",
         title=(
-            "Multiplying codes is {speedup:.1f}x as fast as making numbers of them first, at {x} tokens"
+            "Multiplying codes is {speedup:.1f}x as fast as making numbers of them first, at {x} "
+            "tokens"
         ),
         x_name="tokens of a step",
         x_values=[16, 64, 256, 1024, 4096] if ON_GPU else [16, 64, 256, 1024],
