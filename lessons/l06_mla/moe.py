@@ -75,7 +75,9 @@ class Router(nn.Module):
 
 
 class WeighedMLP(MLP):
-    """A shared expert whose output each token weighs by a sigmoid of its own (Qwen2-MoE, Qwen3-Next)."""
+    """A shared expert whose output each token weighs by a sigmoid of its own: Qwen2-MoE's and
+    Qwen3-Next's.
+    """
 
     def __init__(self, config: ModelConfig, intermediate_size: int):
         super().__init__(config, intermediate_size)
