@@ -50,7 +50,7 @@ class Pages:
         return self.movers.gather(pool, blocks)
 
     def unpack(self, pool: KVPool, blocks: Sequence[int], rows: Tensor) -> None:
-        """What `pack` returned, into these blocks of this pool."""
+        """What `pack` returned, into these blocks of this pool. rows: [len(blocks), row_bytes]."""
         self.movers.scatter(pool, blocks, rows.contiguous())
 
     def now(self):
@@ -66,7 +66,7 @@ class Pages:
             return self.on_host(torch.cat([self.pack(pool, blocks) for pool in self.pools], dim=1))
 
     def on_host(self, packed: Tensor) -> Tensor:
-        """The same bytes in host memory, once they are there. Inside `beside`."""
+        """packed: [rows, bytes] uint8, in host memory, once it is there. Inside `beside`."""
         if not self.is_gpu:
             return packed
         there = torch.empty_like(packed, device="cpu", pin_memory=True)

@@ -57,6 +57,7 @@ class RemoteSender:
         self.numbers = count()
 
     def matched(self, keys: Sequence[Key]) -> int:
+        """Of no key."""
         return 0
 
     def start_send(
@@ -82,6 +83,7 @@ class RemoteSender:
         return []
 
     def wait(self) -> None:
+        """A moment, if something is on its way."""
         if self.pending:
             time.sleep(0.001)
 

@@ -113,7 +113,9 @@ class TransferConnector(TierConnector):
     def send_packed(
         self, to: Address, keys: Sequence[Key], blocks: Sequence[int], part: int, packed: Tensor
     ) -> Sending:
-        """Begin to send a part that was packed just now, by work that the device was given."""
+        """Begin to send a part that was packed just now, by work that the device was given. packed:
+        [len(blocks), part_bytes] uint8.
+        """
         sending, link = Sending(list(keys), list(blocks), part=part), self.link(to)
         self.under_way.add(sending.here)
         self.reader.submit(self.bring, packed, self.pages.now(), link, sending)
@@ -149,7 +151,7 @@ class TransferConnector(TierConnector):
                     sending.end(set())
 
     def bring(self, packed: Tensor, after, link: Link, sending: Sending) -> None:
-        """What is packed already to host memory; the link's thread sends it."""
+        """packed: [rows, part_bytes] uint8, to host memory; the link's thread sends it."""
         try:
             with self.pages.beside(after):
                 packed = self.pages.on_host(packed)

@@ -94,14 +94,17 @@ class Parts:
         return all(self.inner.has(part_of(key, part)) for part in self.last)
 
     def get(self, key: Key) -> Tensor | None:
+        """All parts of it, side by side: [bytes] uint8; None: one is not here any more."""
         found = [self.inner.get(part_of(key, part)) for part in range(self.parts)]
         return None if any(part is None for part in found) else torch.cat(found)
 
     def put(self, key: Key, block: Tensor) -> None:
+        """Keep it, part by part. block: [bytes] uint8."""
         for part, data in enumerate(block.split(len(block) // self.parts)):
             self.inner.put(part_of(key, part), data)
 
     def flush(self, until: float) -> None:
+        """As Tier's, until a time.time()."""
         self.inner.flush(until)
 
 

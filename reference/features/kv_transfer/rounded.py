@@ -71,7 +71,9 @@ class RoundedPages(Pages):
 
 
 def stored(pool: KVPool) -> Iterator[Tensor]:
-    """The tensors of which a row holds something, in its order; the V of latents has no width."""
+    """The tensors of which a row holds something, in its order: [layers, slots + 1, Hkv, D] each.
+    The V of latents has no width.
+    """
     return (slots for slots in pool.tensors if slots.numel())
 
 
@@ -86,7 +88,9 @@ def code_and_scale_bytes(pool: KVPool) -> list[list[int]]:
 
 
 def scale_dtype(slots: Tensor) -> torch.dtype:
-    """float32, and float64 for a pool of it: 16 bits would round the scale of small ones to 0."""
+    """Of scales for slots: [...]. float32, and float64 for a pool of it: 16 bits would round the
+    scale of small numbers to 0.
+    """
     return torch.float64 if slots.dtype == torch.float64 else torch.float32
 
 
