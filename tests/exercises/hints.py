@@ -69,6 +69,9 @@ def hint_of_tensor(got: Tensor, want: Tensor, numbers: dict[str, float]) -> str 
     mine, exact = got.double(), want.double()
     wrong = ~_near(mine, exact)
     if not wrong.any():
+        beside = (exact == 0) & (mine != 0)
+        if beside.any() and bool((mine == exact)[~beside].all()):
+            return f"0 itself is expected {_where(beside) or 'there'}, and yours is only near it"
         return "the values are right up to a rounding: in which dtype is each step computed?"
     if want.dtype == torch.bool:
         return _hint_of_bools(got, want)
@@ -158,7 +161,7 @@ def _order(mine: Tensor, exact: Tensor, wrong: Tensor) -> str | None:
             continue
         same = torch.stack([_near(row, b).all(1) for row in a])  # [mine, expected]
         amiss = ~same.diagonal()
-        if amiss.any() and bool((same.sum(1) == 1).all()):
+        if amiss.any() and bool(((same.sum(0) == 1) & (same.sum(1) == 1)).all()):
             i = int(amiss.nonzero()[0])
             j = int(same[i].nonzero()[0])
             return (
