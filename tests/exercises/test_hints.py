@@ -52,9 +52,14 @@ def test_what_stands_out_in_a_tensor(spoil, said):
 
 
 def test_near_zero_is_not_right_up_to_a_rounding():
-    want = torch.tensor([0.0, 2.0, 3.0])
-    assert "0 itself is expected at element [0]" in hint(want.clamp(min=1e-8), want)
+    want = torch.tensor([0.0, 0.3, 0.7], dtype=torch.float64)
+    assert "0 itself is expected at element [0]" in hint(want.float().clamp(min=1e-8), want)
     assert "right up to a rounding" in hint(want * (1 + 1e-6), want)
+
+
+def test_one_value_that_is_too_large_is_no_difference_of_all():
+    want = torch.tensor([1e-8, 0.3, 7.1, 0.2, 3.9], dtype=torch.float64)
+    assert "everywhere" not in hint(want.float().clamp(min=1e-5), want)
 
 
 def test_values_that_are_there_twice_are_at_no_wrong_place():
