@@ -117,8 +117,8 @@ def _hint_of_shape(got: list[int], want: list[int]) -> str | None:
 def _not_finite(mine: Tensor, exact: Tensor) -> str | None:
     if (nan := mine.isnan()).any():
         return (
-            f"NaN {_where(nan) or 'everywhere'}: it comes from 0 / 0, inf / inf, inf - inf, or from "
-            "memory that was read although it holds no value"
+            f"NaN {_where(nan) or 'everywhere'}: it comes from 0 / 0, inf / inf, inf - inf, or "
+            "from memory that was read although it holds no value"
         )
     if (missed := exact.isinf() & ~mine.isinf()).any():
         return f"yours is a number where an infinity is expected, {_where(missed) or 'everywhere'}"
