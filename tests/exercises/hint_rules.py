@@ -28,6 +28,10 @@ BROKEN_RULES = (
         "let one operation do all of them: broadcast, gather, a cumulative sum, or a formula",
     ),
     (
+        r"loads elements of `?(\w+)`? 0 times",
+        "nothing of `{1}` is loaded by a kernel: in the wrapper only allocate, view and launch",
+    ),
+    (
         r"no kernel stored|the kernel has to compute it|were changed after the kernel's launch|"
         r"no kernel loads",
         "in the wrapper only allocate, view and launch; the numbers are for the kernel to compute",
@@ -87,7 +91,8 @@ BROKEN_RULES = (
     ),
     (
         r"your ranks together compute",
-        "cut the weights before the product: a product whose result is cut has been computed whole",
+        "cut the weights before the product, because a product whose result is cut has been "
+        "computed whole; and what several heads read is computed once for all of them",
     ),
     (
         r"came through no collective|A rank may use its own entries only",
@@ -136,6 +141,14 @@ WRONG_DTYPE = (
     (
         r"is (float\d+|bfloat16|int\d+|uint8|bool), expected (\w+)",
         "which input sets the dtype {1}? Convert the result at the end: .to(torch.{2})",
+    ),
+)
+
+# a line of the learner's file, as running.describe's whole message names it
+OWN_REFUSAL = (
+    (
+        r"(?:l\d\d_\w+\.py|<slip [^>]*>), line \d+: (\w+): .*: `raise ",
+        "your own line raises this {1}: does the docstring say that what was given is an error?",
     ),
 )
 
@@ -353,6 +366,11 @@ def hint_of_message(message: str) -> str | None:
 
 def hint_of_dtype(message: str) -> str | None:
     return _first(WRONG_DTYPE, message)
+
+
+def hint_of_refusal(message: str) -> str | None:
+    """Of an exception that the learner's own `raise` made."""
+    return _first(OWN_REFUSAL, message)
 
 
 def hint_of_exception(message: str) -> str | None:

@@ -26,7 +26,7 @@ from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.triton_ import TritonMissing
 from tests.exercises.checking import Check, alike, comparing, note, seen
 from tests.exercises.given import arguments_of, numbers_of, place_of, values_at
-from tests.exercises.hint_rules import hint_of_exception
+from tests.exercises.hint_rules import hint_of_exception, hint_of_refusal
 from tests.exercises.hints import hint_of_failure
 from tests.exercises.wrong import WrongAnswer
 
@@ -173,6 +173,8 @@ def general_hint(outcome: Outcome) -> str | None:
     """A hint by what is seen of a failure, without knowing which slip it was."""
     if outcome.error in ("AssertionError", "NotEquivalent"):
         return hint_of_failure(outcome.message, outcome.comparing, dict(outcome.numbers))
+    if hint := hint_of_refusal(outcome.message):
+        return hint
     is_time = outcome.error == "TimeUp"
     hint = hint_of_exception(outcome.message if is_time else outcome.said)
     if not hint and outcome.values:

@@ -8,7 +8,7 @@ import torch
 from lessons.toolbox.exercises.exercise import all_exercises
 from lessons.toolbox.exercises.parts import hints_of
 from tests.exercises.checking import assert_equal, check, compare
-from tests.exercises.hint_rules import hint_of_exception
+from tests.exercises.hint_rules import hint_of_exception, hint_of_message, hint_of_refusal
 from tests.exercises.hinting import FIRST, all_hints
 from tests.exercises.hints import hint_of_failure
 from tests.exercises.running import case_hint, explained, general_hint, run_check
@@ -49,6 +49,21 @@ def hint(got, want, **numbers):
 )
 def test_what_stands_out_in_a_tensor(spoil, said):
     assert said in hint(spoil(GRID), GRID)
+
+
+def test_near_zero_is_not_right_up_to_a_rounding():
+    want = torch.tensor([0.0, 0.3, 0.7], dtype=torch.float64)
+    assert "0 itself is expected at element [0]" in hint(want.float().clamp(min=1e-8), want)
+    assert "right up to a rounding" in hint(want * (1 + 1e-6), want)
+
+
+def test_one_value_that_is_too_large_is_no_difference_of_all():
+    want = torch.tensor([1e-8, 0.3, 7.1, 0.2, 3.9], dtype=torch.float64)
+    assert "everywhere" not in hint(want.float().clamp(min=1e-5), want)
+
+
+def test_values_that_are_there_twice_are_at_no_wrong_place():
+    assert "wrong places" not in hint(torch.tensor([[0, 0, 0]]), torch.tensor([[0, 1, 1]]))
 
 
 def test_a_square_that_is_transposed():
@@ -179,6 +194,19 @@ def outcome(tmp_path, body, checks=None):
 def test_an_exception_is_explained(tmp_path, line, said):
     failure = outcome(tmp_path, line)
     assert said in (general_hint(failure) or ""), failure.message
+
+
+def test_a_refusal_of_ones_own_is_no_refusal_of_the_course():
+    where = "exercises/l20_parallelism.py, line 9: ValueError: size: got 4; accepted: 2"
+    assert "your own line raises this ValueError" in hint_of_refusal(
+        f"{where}: `raise ValueError(`"
+    )
+    assert hint_of_refusal(f"{where}: `pool.take(4)`") is None
+
+
+def test_a_kernel_that_loads_nothing_is_not_told_to_load_less():
+    said = hint_of_message("gemv[one_group]: your kernel loads elements of packed 0 times")
+    assert said.startswith("nothing of `packed` is loaded by a kernel")
 
 
 def test_a_bare_index_error_names_all_that_is_needed(tmp_path):
