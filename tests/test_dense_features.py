@@ -21,7 +21,7 @@ EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 FAMILIES = {
     "cohere2": LAYER_NORM | MIXED | dict(layer_norm_eps=1e-5, logit_scale=0.25),
     "cohere": LAYER_NORM | dict(layer_norm_eps=1e-5, logit_scale=0.25),
-    "gemma": dict(hidden_act=None),
+    "gemma": dict(hidden_act="gelu_pytorch_tanh"),
     "glm4": HALF | dict(attention_bias=True),
     "glm4_moe": HALF
     | EXPERTS
@@ -49,7 +49,7 @@ FAMILIES = {
         rope_theta=5e5,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
     ),
-    "phi": LAYER_NORM | HALF | dict(layer_norm_eps=1e-5, hidden_act=None),
+    "phi": LAYER_NORM | HALF | dict(layer_norm_eps=1e-5, hidden_act="gelu_new"),
     "qwen2_moe": EXPERTS
     | dict(
         head_dim=None,
@@ -57,7 +57,7 @@ FAMILIES = {
         shared_expert_intermediate_size=48,
     ),
     "smollm3": dict(head_dim=None, no_rope_layers=[0, 1]),
-    "starcoder2": LAYER_NORM | dict(norm_epsilon=1e-5, hidden_act=None),
+    "starcoder2": LAYER_NORM | dict(norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
 }
 FEATURES = [
     "int8",
