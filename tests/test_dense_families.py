@@ -408,7 +408,11 @@ def test_each_decoder_names_the_other(tmp_path):
         ("cohere2", dict(logit_scale=0.0), "'logit_scale' must be a positive number"),
         ("cohere2", dict(use_qk_norm=True), "'use_qk_norm' must be False, not True"),
         ("cohere2", dict(head_dim=8), "'head_dim' must be 12, not 8"),
-        ("cohere2", dict(hidden_size=1), "head_dim: got 0; accepted: a whole number"),
+        (
+            "cohere2",
+            dict(hidden_size=1, head_dim=None),
+            "head_dim: got 0; accepted: a whole number",
+        ),
         ("phi", dict(qk_layernorm=True), "'qk_layernorm' must be False, not True"),
         ("phi", dict(hidden_act="gelu"), "'hidden_act' must be 'gelu_new', not 'gelu'"),
         ("kimi_k2", dict(topk_method="greedy"), "'topk_method' must be 'noaux_tc', not 'greedy'"),
