@@ -126,8 +126,10 @@ def folder_of(family: str) -> Path:
         if len(shape) == 1:
             drawn = torch.randn(shape) * 0.1 + (0 if "bias" in name else 1)
         inside = "" if name.startswith("lm_head") else "model."
-        tensors[inside + place.key] = drawn.contiguous()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        tensors.setdefault(inside + place.key, []).append(drawn)
+    # several of the decoder's may be one there
+    merged_ones = {key: torch.cat(parts).contiguous() for key, parts in tensors.items()}
+    save_file(merged_ones, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 

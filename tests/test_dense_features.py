@@ -16,18 +16,17 @@ from tests import composition_cases as cases
 
 HALF = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
 MIXED = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
-LAYER_NORM = dict(rms_norm_eps=None, mlp_bias=None, attention_bias=None, head_dim=None)
+LAYER_NORM = dict(rms_norm_eps=None, head_dim=None)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 FAMILIES = {
     "cohere2": LAYER_NORM | MIXED | dict(layer_norm_eps=1e-5, logit_scale=0.25),
     "cohere": LAYER_NORM | dict(layer_norm_eps=1e-5, logit_scale=0.25),
-    "gemma": dict(hidden_act=None, mlp_bias=None),
-    "glm4": HALF | dict(attention_bias=True, mlp_bias=None),
+    "gemma": dict(hidden_act="gelu_pytorch_tanh"),
+    "glm4": HALF | dict(attention_bias=True),
     "glm4_moe": HALF
     | EXPERTS
     | dict(
         attention_bias=True,
-        mlp_bias=None,
         use_qk_norm=True,
         n_routed_experts=4,
         n_shared_experts=1,
@@ -42,26 +41,23 @@ FAMILIES = {
         attention_multiplier=0.2,
         logits_scaling=2.0,
     ),
-    "olmo2": dict(head_dim=None, mlp_bias=None),
+    "olmo2": dict(head_dim=None),
     "olmo3": MIXED
     | dict(
         head_dim=None,
-        mlp_bias=None,
         rope_parameters=None,
         rope_theta=5e5,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
     ),
-    "phi": LAYER_NORM | HALF | dict(layer_norm_eps=1e-5, hidden_act=None),
+    "phi": LAYER_NORM | HALF | dict(layer_norm_eps=1e-5, hidden_act="gelu_new"),
     "qwen2_moe": EXPERTS
     | dict(
-        attention_bias=None,
-        mlp_bias=None,
         head_dim=None,
         num_experts=4,
         shared_expert_intermediate_size=48,
     ),
     "smollm3": dict(head_dim=None, no_rope_layers=[0, 1]),
-    "starcoder2": LAYER_NORM | dict(norm_epsilon=1e-5, hidden_act=None),
+    "starcoder2": LAYER_NORM | dict(norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
 }
 FEATURES = [
     "int8",

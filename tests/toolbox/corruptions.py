@@ -163,13 +163,15 @@ CONFIGS = {
     "cohere2": but(BASE, "rms_norm_eps")
     | dict(layer_norm_eps=1e-3, logit_scale=0.5, sliding_window=4, layer_types=LAYER_TYPES),
     "cohere": but(BASE, "rms_norm_eps") | dict(layer_norm_eps=1e-3, logit_scale=0.5),
-    "glm": BASE | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
+    "glm": BASE
+    | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True, pad_token_id=None),
     "gemma": but(BASE, "hidden_act", "eos_token_id") | dict(head_dim=8),
     "phi": but(BASE, "rms_norm_eps", "hidden_act")
     | dict(layer_norm_eps=1e-3, hidden_size=48, partial_rotary_factor=0.5),
     "starcoder2": but(BASE, "rms_norm_eps", "hidden_act")
     | dict(norm_epsilon=1e-3, use_bias=True, sliding_window=8),
-    "glm4": BASE | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
+    "glm4": BASE
+    | dict(head_dim=8, partial_rotary_factor=0.5, attention_bias=True, pad_token_id=None),
     "glm4_moe": BASE
     | dict(
         head_dim=8,
@@ -208,7 +210,11 @@ CONFIGS = {
     ),
     "smollm3": BASE
     | dict(
-        no_rope_layers=[1, 0], no_rope_layer_interval=2, use_sliding_window=False, mlp_bias=False
+        no_rope_layers=[1, 0],
+        no_rope_layer_interval=2,
+        use_sliding_window=False,
+        mlp_bias=False,
+        pad_token_id=None,
     ),
 }
 CONFIGS = {name: raw | dict(model_type=name) for name, raw in CONFIGS.items()}

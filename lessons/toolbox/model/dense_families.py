@@ -71,9 +71,9 @@ def _starcoder2(config) -> dict[str, Any]:
 
 
 def _cohere(config) -> dict[str, Any]:
+    head_dim = config.hidden_size // config.num_attention_heads or 1  # ModelConfig refuses a 0
     multipliers = Multipliers(
-        attention_multiplier=(config.hidden_size // config.num_attention_heads) ** -0.5,
-        logits_scaling=1 / config.logit_scale,
+        attention_multiplier=head_dim**-0.5, logits_scaling=1 / config.logit_scale
     )
     bias = config.attention_bias
     return dict(variant="cohere", multipliers=multipliers, qkv_bias=bias, o_bias=bias)
