@@ -13,7 +13,7 @@ BOUNDS = {
         "^(prepare|states|outputs)",
         WITH_MATRIX_UNITS,
         matrix=True,
-        spill_bytes={"outputs": 16},
+        spill_bytes={"states_delta": 80, "outputs": 64},
     ),
     "the convolution": Bounds("^conv", local_memory=0, matrix=False),
 }
