@@ -99,7 +99,7 @@ def conv_prompts_kernel(
             has_state = tl.load(has_state_ptr + sequence) != 0
         token = (first + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
         y = tl.zeros((BLOCK_T, BLOCK), tl.float32)
-        for i in tl.static_range(WIDTH):
+        for i in range(0, WIDTH):
             position = token - (WIDTH - 1) + i
             inside = in_channel[None, :] & (token < length) & ((position >= 0) | has_state)
             x = inputs_at(x_ptr, state_ptr, position, channel[None, :], inside, stride_x, WIDTH)
