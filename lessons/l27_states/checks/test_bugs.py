@@ -75,10 +75,10 @@ def test_a_planted_bug_of_the_convolution_is_found(bug, seed, tmp_path):
 
 
 STEPS = {
-    "weights are kept, not inputs": ("+ column - 1, inputs", "+ column - 1, weight"),
+    "weights are kept, not inputs": ("+ i - 1, x, mask", "+ i - 1, weight, mask"),
     "the oldest input is left out": (
-        "inputs.to(tl.float32) * weight.to(tl.float32), axis=1",
-        "tl.where(column > 0, inputs, 0.0).to(tl.float32) * weight.to(tl.float32), axis=1",
+        "y += weight.to(tl.float32) * x.to(tl.float32)",
+        "y += tl.where(i > 0, weight, 0.0).to(tl.float32) * x.to(tl.float32)",
     ),
 }
 

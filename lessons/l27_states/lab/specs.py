@@ -84,12 +84,12 @@ def conv_spec(kernel: str, dtype: str) -> KernelSpec:
     """conv_step or conv_prompts."""
     counts = ("stride_x", "stride_slot")
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "states_ptr", "y_ptr"), f"*{dtype}")
-    constexprs = {"WIDTH": WIDTH, "BLOCK_W": triton.next_power_of_2(WIDTH)}
-    constexprs["BLOCK"] = convolution.CHANNELS
+    constexprs = {"WIDTH": WIDTH, "BLOCK": convolution.CHANNELS}
     num_warps = 2
     if kernel == "conv_prompts":
         pointers |= {"cu_seqlens_ptr": "*i32", "has_state_ptr": "*i1", "num_tokens": "i32"}
         constexprs |= {"HAS_STATE": True, "BLOCK_T": convolution.TOKENS}
+        constexprs["BLOCK_W"] = triton.next_power_of_2(WIDTH)
         num_warps = 4
     return KernelSpec(
         f"{ROOM}.convolution:{kernel}_kernel",
