@@ -98,7 +98,7 @@ def sparse(context: float, batch: int = 1, shape: Shape = V32_LAYER) -> dict[str
 
 
 def top_k_s(context: float, batch: int = 1, chip: Chip = H100) -> float:
-    """Seconds of the top k where each row is read by one SM: a row is no faster than L2 feeds it."""
+    """Seconds of the top k where each row is read by one SM, no faster than L2 feeds it."""
     one_row = PASSES * context * SCORE_BYTES / (L2_BYTES_PER_CLOCK * chip.clock_hz)
     return max(math.ceil(batch / chip.sm_count) * one_row, PASSES * batch * context * SCORE_BYTES
                / chip.memory_bytes_per_s)  # fmt: skip

@@ -11,7 +11,8 @@ share the choice, so each block is read once for all of them.
 The numbers of the paper: blocks of 32 that begin every 16 keys are compressed, 16 blocks of 64 are
 selected (the first and the last two among them), the window has 512 keys.
 
-Here a block is compressed to its mean. The paper has a small network with the places inside a block.
+Here a block is compressed to its mean. The paper has a small network, which sees the places inside
+a block.
 
 Source: Yuan et al. 2025, Native Sparse Attention, sections 3.2 and 3.3.
 """

@@ -7,8 +7,8 @@ never read. The list is cut into splits as a context was in lesson 10, and the s
 them.
 
 `choose_and_attend` is a whole step of DeepSeek's sparse attention: scores (index_scores.py), the
-list (top_k.py), and attention over it. `sparse_decode` is the same for K and V of ordinary heads. It
-needs no kernel of its own, because a list of keys is a block table with pages of one token.
+list (top_k.py), and attention over it. `sparse_decode` is the same for K and V of ordinary heads.
+It needs no kernel of its own, because a list of keys is a block table with pages of one token.
 
 Sources: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, equation 2 and appendix A; lessons 10 and 12.
 """
@@ -33,6 +33,17 @@ from lessons.l12_paged_kv.optimized import paged_decode
 from lessons.l28_sparse_attention.index_scores import check_queries, index_scores
 from lessons.l28_sparse_attention.top_k import top_k
 from lessons.toolbox.kernels.triton_ import tl, triton
+
+
+@triton.jit
+def softmax_step(m_i, scores):
+    """A tile of the online softmax (lesson 8): the new maximum, what old sums are worth, the
+    tile's weights. m_i: [BLOCK_H], scores: [BLOCK_H, BLOCK_N].
+    """
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+    # A tile of the list may hold no key, and -inf minus -inf is NaN.
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, tl.exp2(m_i - m_safe), tl.exp2(scores - m_safe[:, None])
 
 
 @triton.jit
@@ -61,13 +72,13 @@ def sparse_mla_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program per block of heads, split of the list and query: a row is key (RANK + ROPE
-    values) and value (the first RANK).
+    values) and value (the first RANK), loaded once.
     """
     split, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < num_heads
-    latent, rope, step = tl.arange(0, RANK), RANK + tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
-    q_row = q_ptr + token * stride_qt + head[:, None] * stride_qh
+    latent, rope = tl.arange(0, RANK), RANK + tl.arange(0, ROPE)
+    q_row = q_ptr + token * stride_qt + (head * stride_qh)[:, None]
     q_latent = tl.load(q_row + latent[None, :], mask=is_head[:, None], other=0.0)
     q_pe = tl.load(q_row + rope[None, :], mask=is_head[:, None], other=0.0)
     sequence = tl.load(sequences_ptr + token).to(tl.int64)
@@ -80,22 +91,17 @@ def sparse_mla_kernel(
     begin = split * split_size
     end = tl.minimum(begin + split_size, num_keys)
     for start in range(begin, end, BLOCK_N):
-        place = start + step
+        place = start + tl.arange(0, BLOCK_N)
         key = tl.load(list_ptr + place, mask=place < end, other=-1)
         is_key = key >= 0
         block, row = paged_row(table_ptr, sequence, key, is_key, PAGE_SIZE)
         kv_row = kv_ptr + (block * stride_kblock + row * stride_kn)[:, None]
-        # key and value, loaded once
         c_kv = tl.load(kv_row + latent[None, :], mask=is_key[:, None], other=0.0)
         k_pe = tl.load(kv_row + rope[None, :], mask=is_key[:, None], other=0.0)
         scores = tl.dot(q_latent, tl.trans(c_kv), input_precision="ieee")
         scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee")
         scores = tl.where(is_key[None, :], scores * scale_log2e, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, axis=1))
-        # A tile of the list may hold no key, and -inf minus -inf is NaN.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m_i - m_safe)
-        p = tl.exp2(scores - m_safe[:, None])
+        m_new, alpha, p = softmax_step(m_i, scores)
         l_i = l_i * alpha + tl.sum(p, axis=1)
         acc = tl.dot(p.to(c_kv.dtype), c_kv, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lessons.l06_mla.optimized import Tiles
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.proof.numerics import poison_
@@ -118,3 +119,27 @@ def hard_rows(width: int) -> dict[str, Tensor]:
         "infinity": limits,
         "last bits": near,
     }
+
+
+def index_inputs(case: Paged, width: int) -> list:
+    """The arguments of `index_scores`, for scores of so many keys."""
+    return [
+        case.q_index,
+        case.weights,
+        case.keys,
+        case.scales,
+        case.block_table,
+        case.sequences,
+        case.positions,
+        width,
+    ]
+
+
+def clean(inputs: list) -> list:
+    """Arguments of `sparse_mla` with zeros for poison, because the plain version multiplies what
+    was not chosen by 0.
+    """
+    return [inputs[0], inputs[1].nan_to_num(0.0), *inputs[2:]]
+
+
+SMALL_TILES = Tiles(16, 16, 4, 1)
