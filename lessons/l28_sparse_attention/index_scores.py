@@ -3,9 +3,9 @@ bits.
 
 Read `index_kernel` beside `index_scores` of naive.py. A tile of keys is loaded once and meets the
 heads of the query in one product; ReLU, the weights and the sum over heads stay in registers, so
-only one number a key leaves the kernel. Two factors never enter the product, because ReLU(s · x) is
-s · ReLU(x) for s > 0: the scale of a key multiplies the finished score, and the scale of a query is
-part of its weights (`Indexer` of indexer.py folds it in).
+only one number a key leaves the kernel. Two factors never enter the product, because ReLU(s · x)
+is s · ReLU(x) for s > 0: the scale of a key multiplies the finished score, and the scale of a
+query is part of its weights (`in_fp8` of indexer.py puts it there).
 
 Source: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, equation 1, and its inference/model.py.
 """

@@ -1,4 +1,4 @@
-"""Attention over chosen keys, the plain way: all scores, and a mask over those that were not chosen.
+"""Attention over chosen keys, the plain way: all scores, and a mask over what was not chosen.
 
     indices = top_k(index_scores(q_index, weights, k_index, positions), 2048)
     out = sparse_attention(q, k, v, indices)
@@ -94,7 +94,7 @@ def index_scores(
     k: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """DeepSeek's index score of each key for each query: Σ_h weights[t, h] · ReLU(q[t, h] · k[s]).
+    """DeepSeek's index score of a key for a query: Σ_h weights[t, h] · ReLU(q[t, h] · k[s]).
 
     q: [T, Hi, Di], weights: [T, Hi], k: [N, Di] -> [T, N] float32 (float64 if they are).
     positions: [T], where a query is in the text; it sees keys up to its own, the others get -inf.
