@@ -7,7 +7,9 @@
 It has one key a token and 64 heads of queries, all of 128 numbers. The first 64 of them are rotated
 by the position, in halves and not in pairs: DeepSeek's own code had this wrong until November 2025.
 Then a Hadamard matrix turns queries and keys. It changes no product, because it is orthogonal, and
-it spreads an outlier over all numbers of a row, which share one scale in FP8.
+it spreads an outlier over all numbers of a row, which share one scale. The model was trained with
+it, so it has to be there. Whether it makes codes of 8 bits more exact is another question
+(MORE.md).
 
 Sources: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, and its inference/model.py (class Indexer).
 """
