@@ -44,7 +44,7 @@ def test_the_bottleneck():
     said(f"a step reads {part.bytes / 1e6:.0f} MB in each layer, for each sequence")
     said(f"An H100 needs {1e6 * part.seconds():.1f} µs for it, and")
     said(f"{1e3 * LAYERS * part.seconds():.1f} ms for {LAYERS} layers")
-    assert find_model("deepseek-v3").layers == LAYERS
+    assert find_model("deepseek-v3").num_hidden_layers == LAYERS
 
 
 def test_the_toy_of_the_picture():
@@ -68,7 +68,7 @@ def test_step_9():
     said(f"so 131,072 scores take at least {1e6 * top_k_s(LONG):.0f} µs")
     late = crossing(launch_s=LAUNCH_S, one_sm_a_row=True)
     said(f"move the crossing to {late:,.0f} keys")
-    said(f"it meets it at {late:,.0f}")
+    said(f"meets it at {late:,.0f}")
 
 
 def test_the_table_of_batches():
