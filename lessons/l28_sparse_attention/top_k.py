@@ -105,7 +105,8 @@ def top_k_kernel(
         is_taken = (order > threshold) | ((is_equal != 0) & (before < ties))
         flag = is_taken.to(tl.int32)
         place = taken + tl.cumsum(flag, axis=0) - flag
-        tl.store(out_row + place, start + step, mask=is_taken)
+        # place < k holds for right counts; a wrong one must not write into another row.
+        tl.store(out_row + place, start + step, mask=is_taken & (place < k))
         taken += tl.sum(flag)
         seen += tl.sum(is_equal)
     for start in range(0, k, BLOCK):

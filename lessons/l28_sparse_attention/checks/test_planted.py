@@ -49,7 +49,7 @@ TOP_K_BUGS = {
         "bits ^ ((bits >> 31) | -2147483648)",
         "bits ^ -2147483648",
     ),
-    "two zeros": ("tl.where(scores == 0.0, 0.0, scores)", "scores + tl.zeros_like(scores) * 2.0"),
+    "two zeros": ("tl.where(scores == 0.0, 0.0, scores)", "scores * 1.0"),
     "-inf is chosen": ('tl.where(scores == float("-inf"), 0, order)', "order"),
     "NaN by its sign": (
         "tl.where(scores != scores, -1, order)",
@@ -81,7 +81,10 @@ SPARSE_BUGS = {
         "tl.load(list_ptr + place, mask=place < end, other=-1)",
         "tl.where(place < end, place, -1)",
     ),
-    "empty places are key 0": ("is_key = key >= 0", "is_key = place < end"),
+    "empty places are key 0": (
+        "is_key = key >= 0",
+        "is_key = place < end\n        key = tl.maximum(key, 0)",
+    ),
     "another query's list": ("token * stride_indices", "0 * stride_indices"),
     "another sequence's table": ("sequence * stride_table", "0 * stride_table"),
     "no rotary part": (
