@@ -81,7 +81,7 @@ def test_the_table_of_batches():
 def test_where_it_loses():
     said(f"a pair costs {V32_LAYER.row_flops:,} FLOPs, expanded {V32_LAYER.pair_flops:,}")
     said(f"By FLOPs a prompt pays from {prompt_crossing():,.0f} tokens on")
-    said(f"An index key makes a token {100 * INDEX / ROW:.0f} % larger")
+    said(f"An index key makes a token `{100 * INDEX / ROW:.0f} %` larger")
 
 
 def test_the_quiz():

@@ -160,7 +160,9 @@ def check_index_inputs(
     sequences: Tensor,
     positions: Tensor,
 ) -> None:
-    """Raise ValueError unless these fit together, as in `index_scores`."""
+    """Raise ValueError unless q: [T, Hi, Di], keys: [num_blocks, block_size, Di] and the rest fit
+    together, as in `index_scores`.
+    """
     if (
         q.ndim != 3
         or keys.ndim != 3

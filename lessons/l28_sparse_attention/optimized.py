@@ -255,7 +255,9 @@ def check_sparse_inputs(
     sequences: Tensor,
     rank: int,
 ) -> None:
-    """Raise ValueError unless these fit together, as in `sparse_mla`."""
+    """Raise ValueError unless q: [T, H, rank + rope], indices: [T, K] and the rest fit together, as
+    in `sparse_mla`.
+    """
     if q.ndim != 3 or latents.ndim != 3 or q.shape[2] != latents.shape[2]:
         raise ValueError(
             f"q, latents: got {tuple(q.shape)}, {tuple(latents.shape)}; accepted: [T, H, rank + "

@@ -108,7 +108,7 @@ def scores_of(indexer: Indexer, seen: Seen) -> Tensor:
 
 
 def imitation_loss(indexer: Indexer, seen: Seen) -> Tensor:
-    """Cross-entropy of the layer's weights and the indexer's softmax, in nats a query."""
+    """Cross-entropy of the layer's weights and the indexer's softmax, in nats a query: []."""
     target = seen.weights()
     is_seen = target != -torch.inf
     found = scores_of(indexer, seen).log_softmax(-1)
@@ -142,22 +142,27 @@ def trained_indexers(model: Decoder, windows: Tensor, steps: int = STEPS) -> lis
 
 
 def all_keys(seen: Seen) -> Tensor:
+    """[T, T], every key that a query sees."""
     return window_with_sinks(seen.positions, len(seen.positions))
 
 
 def last(seen: Seen, k: int) -> Tensor:
+    """[T, k], the last ones."""
     return window_with_sinks(seen.positions, k)
 
 
 def first_and_last(seen: Seen, k: int) -> Tensor:
+    """[T, k], the sinks and the last ones."""
     return window_with_sinks(seen.positions, k - SINKS, SINKS)
 
 
 def oracle(seen: Seen, k: int) -> Tensor:
+    """[T, k], those with most weight."""
     return top_k(seen.weights(), k)
 
 
 def by_indexers(indexers: list[Indexer]) -> Choice:
+    """A choice by the indexer of each layer."""
     return lambda seen, k: top_k(scores_of(indexers[seen.layer], seen), k)
 
 
@@ -190,7 +195,7 @@ def losses_and_mass(
 
 
 def rows(model: Decoder, windows: Tensor, indexers: list[Indexer]) -> Iterator[dict]:
-    """A row for each way to choose and each number of keys."""
+    """A row for each way to choose and each number of keys. windows: [count, T + 1]."""
     length = windows.shape[1] - 1
     everything, _ = losses_and_mass(model, windows, lambda seen, k: all_keys(seen), length)
     yield {"choice": "all keys", "keys": length, "share": 1.0, "loss": float(everything.mean()),
