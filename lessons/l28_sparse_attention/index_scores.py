@@ -13,7 +13,12 @@ Source: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, equation 1, and its inference/model
 import torch
 from torch import Tensor
 
-from lessons.l03_kv_cache.arguments import check_grid, check_one_device, check_values
+from lessons.l03_kv_cache.arguments import (
+    MAX_ELEMENTS,
+    check_grid,
+    check_one_device,
+    check_values,
+)
 from lessons.l12_paged_kv.kernels.hooks import paged_row
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.model.arguments import check_whole
@@ -193,6 +198,8 @@ def check_index_inputs(
     for name, x in dense.items():
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: got a last dimension that is not dense; accepted: stride 1")
+    if q.shape[1] * q.stride(1) > MAX_ELEMENTS:  # counted in 32 bits
+        raise ValueError(f"q: got heads {q.stride(1)} elements apart; accepted: within 2^31")
     check_queries(len(q), block_table, sequences, keys.shape[:2], positions=positions)
     last = block_table.shape[1] * keys.shape[1] - 1
     check_values(-1, last, positions=positions)
