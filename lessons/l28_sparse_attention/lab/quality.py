@@ -43,8 +43,8 @@ from lessons.toolbox.model.checkpoint import load_tokenizer
 ROOT = Path(__file__).parents[3]
 OUT = ROOT / "results" / "counted" / "l28_quality.json"
 MODEL = ROOT / "models" / "tiny"
-WINDOWS, WINDOW = 6, 1024
-KEYS = (8, 16, 32, 64, 128, 256, 512)
+WINDOWS, WINDOW = 6, 512
+KEYS = (8, 16, 32, 64, 128, 256)
 SINKS = 4
 STEPS, TRAINED_ON, LEARNING_RATE = 96, 32, 3e-3
 HEADS, DIM, ROPE = 4, 32, 16  # of an indexer
