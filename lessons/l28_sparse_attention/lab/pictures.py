@@ -17,7 +17,6 @@ from lessons.l28_sparse_attention.costs import crossing, full, sparse_s
 from lessons.l28_sparse_attention.lab.quality import OUT
 from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import (
-    GREY,
     HALO,
     PALETTE,
     ROLES,
@@ -168,16 +167,15 @@ def draw_quality(record: Path = OUT) -> ClassFigure:
     labels = []
     for name, (text, role) in CHOICES.items():
         keys = [row["keys"] for row in rows[name]]
-        losses = [max(row["added"], 1e-4) for row in rows[name]]
+        losses = [row["added"] for row in rows[name]]
         ax.plot(keys, losses, color=role.colour, ls=role.dash, marker=role.markers[0])
         labels.append((keys[-1], losses[-1], text, role.colour))
     ax.set_xscale("log", base=2)
     ax.set_xticks(keys, [size_number(k) for k in keys])
     ax.set_ylabel("added loss, nats a token\n(lower is better)")
     ax.set_xlabel("keys that a query may choose")
-    ax.set_yscale("log")
+    log_axis(ax.yaxis, 5e-4, 5)
     ax.grid(True)
-    ax.axhline(1e-4, color=GREY, lw=0.8)
     label_column(ax, labels)
     return fig
 
