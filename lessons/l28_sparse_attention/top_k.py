@@ -58,13 +58,13 @@ def threshold_of(row_ptr, length, wanted, BLOCK: tl.constexpr):
     threshold = tl.zeros((), tl.uint32)
     digit = tl.arange(0, 256)
     for step in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * step
+        shift = 24 - 8 * step
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, length, BLOCK):
             order = load_tile(row_ptr, start, length, BLOCK)
             # In two shifts, because one of 32 places is not defined.
-            same = (order >> SHIFT >> 8) == (threshold >> SHIFT >> 8)
-            own = ((order >> SHIFT) & 255).to(tl.int32)
+            same = (order >> shift >> 8) == (threshold >> shift >> 8)
+            own = ((order >> shift) & 255).to(tl.int32)
             counts += tl.histogram(own, 256, mask=same & (order != 0))
         if step == 0:
             wanted = tl.minimum(wanted, tl.sum(counts))
@@ -72,7 +72,7 @@ def threshold_of(row_ptr, length, wanted, BLOCK: tl.constexpr):
         is_it = (above < wanted) & (above + counts >= wanted)
         found = tl.sum(tl.where(is_it, digit, 0))
         wanted -= tl.sum(tl.where(is_it, above, 0))
-        threshold = threshold | (found.to(tl.uint32) << SHIFT)
+        threshold = threshold | (found.to(tl.uint32) << shift)
     return threshold, wanted
 
 
