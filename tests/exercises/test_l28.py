@@ -218,8 +218,10 @@ def test_random_caches(impl, seed):
 # ---------------------------------------------------------------- 28.4 the kernel
 
 
-def chosen_inputs(seed, heads, dim, page, length, keys, block=16, holes=0):
-    """A sequence of `length` tokens and `keys` of them in a list, with as many `holes`."""
+def chosen_inputs(seed, heads, dim, page, length, keys, block=16, holes=0, front=0):
+    """A sequence of `length` tokens and `keys` of them in a list, with as many `holes`, after
+    `front` empty places.
+    """
     g = torch.Generator().manual_seed(seed)
     used = -(-length // page)
     num_blocks = used + 2
@@ -237,6 +239,7 @@ def chosen_inputs(seed, heads, dim, page, length, keys, block=16, holes=0):
     places = torch.randperm(keys + holes, generator=g)[:keys].sort().values
     indices = torch.full((keys + holes,), -1, dtype=torch.int32)
     indices[places] = listed.int()
+    indices = torch.cat([torch.full((front,), -1, dtype=torch.int32), indices])
     q = torch.randn(heads, dim, generator=g)
     return dict(q=q, k=k, v=v, table=table, indices=indices, block=block)
 
@@ -260,7 +263,7 @@ CHOSEN_CASES = {  # name: (arguments of chosen_inputs, why)
     "short_list": (dict(heads=3, dim=32, page=4, length=9, keys=3), "less than a tile"),
     "holes": (dict(heads=2, dim=16, page=4, length=40, keys=20, holes=15), "-1 between keys"),
     "empty_tiles": (
-        dict(heads=1, dim=16, page=4, length=9, keys=2, holes=60),
+        dict(heads=1, dim=16, page=4, length=9, keys=2, holes=30, front=20),
         "whole tiles without a key, also the first",
     ),
     "no_keys": (dict(heads=2, dim=16, page=4, length=9, keys=0, holes=5), "zeros"),
