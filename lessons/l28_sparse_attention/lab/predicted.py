@@ -14,7 +14,7 @@ from lessons.toolbox.gpu.another_process import call
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l28_step.json"
 GPU = "h100"
-CONTEXTS = (2048, 8192, 32768)
+CONTEXTS = (4096, 32768, 131072)
 BATCH, HEADS, CHOSEN, PAGE_SIZE = 8, 128, 2048, 64
 PARTS = "full", "indexer", "top k", "chosen rows"
 
