@@ -9,7 +9,7 @@ k highest scores of an indexer, trained here to imitate the layer.
 
 The indexer is `Indexer` in small, one a layer. As in DeepSeek's first stage the model is frozen,
 and the loss of an indexer is the cross-entropy between its softmax over the keys and the mean of
-the layer's attention weights over all heads. It takes a few minutes of one core.
+the layer's attention weights over all heads. All of it takes less than two minutes of one core.
 
 The loss of the model is counted in the second half of each window only, where every query has more
 keys than it may choose. mass: which share of a layer's attention weights the chosen keys hold.
