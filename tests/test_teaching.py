@@ -44,7 +44,9 @@ def test_no_lesson_is_without_a_plan_and_answers():
     assert set(plans()) == set(answers()) >= set(range(18)) & set(LESSONS)
 
 
-@pytest.mark.parametrize("lesson", [0, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 23, 24, 25, 26, 27])
+@pytest.mark.parametrize(
+    "lesson", [0, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 23, 24, 25, 26, 27, 28]
+)
 def test_every_question_of_a_notebook_has_an_answer(lesson):
     (file,) = (ROOT / "notebooks").glob(f"{lesson:02}_*.ipynb")
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
