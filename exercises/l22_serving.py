@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum ba7a361d9ac4. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum c82234e4b6ba. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
@@ -40,7 +40,7 @@ class Report(NamedTuple):
 
 @exercise("22.1", "What a load client must report", minutes=30, difficulty=1)
 def load_report(shots: Sequence[Shot], ttft_slo_s: float, e2el_slo_s: float) -> Report:
-    """The report of a load test. shots: one or more, of which at least one got a token.
+    """The report of a load test. shots: one or more, in any order; at least one got a token.
 
     Every latency of a request counts from when it was due, because that is when its user began to
     wait. The duration is the time of the clock from the first due request to the last end.

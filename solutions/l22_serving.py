@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 @exercise("22.1", "What a load client must report", minutes=30, difficulty=1)
 def load_report(shots: Sequence[Shot], ttft_slo_s: float, e2el_slo_s: float) -> Report:
-    """The report of a load test. shots: one or more, of which at least one got a token.
+    """The report of a load test. shots: one or more, in any order; at least one got a token.
 
     Every latency of a request counts from when it was due, because that is when its user began to
     wait. The duration is the time of the clock from the first due request to the last end.

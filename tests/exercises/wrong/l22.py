@@ -52,6 +52,10 @@ answers.slips(
     - max(shot.end_s for shot in shots) - first_s
     + shots[-1].end_s - shots[0].due_s
 
+    first_of_the_list: The first request of the list need not be due first: take the smallest due_s.
+    - min(shot.due_s for shot in shots)
+    + shots[0].due_s
+
     requested_tokens: max_tokens is what was asked for. Count the tokens that came.
     - sum(len(shot.token_s) for shot in shots)
     + sum(shot.max_tokens for shot in shots)
@@ -744,6 +748,13 @@ answers.slips(
     + if self.is_draining:
     +     return
     + self.failure = error
+
+    the_failure_hides_an_answer: An answer that had ended before the engine died is its reader's,
+        read or not.
+    - message = await inbox.get()
+    + message = await inbox.get()
+    + if self.failure is not None:
+    +     raise self.failure
 
     the_rest_of_the_step_is_lost: One request has no reader any more. Those after it in the step
         have.
