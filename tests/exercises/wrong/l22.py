@@ -497,6 +497,28 @@ def by_a_clock_that_ticks(wishes, weights):
     return order
 
 
+@answers.alternative("22.2")
+def a_queue_for_each_user(wishes, weights):
+    """A request gets its start when it is the first of its user: v has not passed it by then."""
+    v = now = largest = 0.0
+    finish, queues, coming, order = {}, {}, 0, []
+    while len(order) < len(wishes):
+        if not any(queues.values()) and wishes[coming].arrival > now:
+            v, now = max(v, largest), wishes[coming].arrival
+        while coming < len(wishes) and wishes[coming].arrival <= now:
+            queues.setdefault(wishes[coming].user, []).append(coming)
+            coming += 1
+        heads = {queue[0]: user for user, queue in queues.items() if queue}
+        v, index = min((max(v, finish.get(user, 0.0)), head) for head, user in heads.items())
+        user = heads[index]
+        queues[user].pop(0)
+        finish[user] = v + wishes[index].tokens / weights.get(user, 1.0)
+        largest = max(largest, finish[user])
+        order.append(index)
+        now += wishes[index].tokens
+    return order
+
+
 # ---------------------------------------------------------------- 22.3 the loop
 
 answers.slips(
