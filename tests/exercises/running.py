@@ -291,8 +291,8 @@ def stopped_clock() -> Iterator[None]:
 def _modes_at_no_cost() -> Iterator[None]:
     """Within it a TorchDispatchMode costs a check no time, and a check without one nothing at all.
 
-    The first operation within a mode imports SymPy. On a slow machine that takes longer than a check
-    may, and an import that was broken off fails again and again.
+    The first operation within a mode imports SymPy. On a slow machine that takes longer than a
+    check may, and an import that was broken off fails again and again.
     """
 
     def enter(mode: TorchDispatchMode) -> TorchDispatchMode:

@@ -365,8 +365,8 @@ answers.slips(
     - enumerate(wanted[rank][source].tolist())
     + reversed([*enumerate(wanted[rank][source].tolist())])
 
-    first_choices_go_first: The first tokens count first, with all of their choices; no token's first
-        choice passes another one's second.
+    first_choices_go_first: The first tokens count first, with all of their choices; no token's
+        first choice passes another one's second.
     - to_each = [torch.where(owner == other)[0] for other in range(ranks.size)]
     + order = torch.arange(len(owner)).view(-1, top_k).T.flatten()
     + to_each = [order[owner[order] == other] for other in range(ranks.size)]
