@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum c82234e4b6ba. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum 79f03909481f. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
@@ -83,10 +83,10 @@ class Wish(NamedTuple):
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.
 
-    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a
-    token takes 1 unit of time. When it is free, it looks at those that have arrived by now. If
-    there is none, it waits for the next arrival. weights: a user with weight 2 gets twice as
-    many tokens; a user who is not named has 1.
+    wishes: none or more, in the order of arrival. The engine serves one request at a time, to its
+    end, and a token takes 1 unit of time. When it is free, it looks at those that have arrived by
+    now. If there is none, it waits for the next arrival. weights: a user with weight 2 gets twice
+    as many tokens; a user who is not named has 1.
 
     This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens at weight 1:
         when a request arrives, start = max(v, finish of its user's request before it, or 0)

@@ -266,6 +266,7 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
         {},
         "among equals the one that came first",
     ),
+    "nobody": (lambda seed: [], {}, "no request, no order"),
     "boundary": (
         lambda seed: [
             *at_once(("ann", 10)),

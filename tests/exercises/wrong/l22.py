@@ -264,6 +264,11 @@ def by_hand(shots, ttft_slo_s, e2el_slo_s):
 answers.slips(
     "22.2",
     """
+    someone_is_taken_for_granted: There may be no request at all: then the order is empty.
+    - v = now = largest_finish = 0.0
+    + v = largest_finish = 0.0
+    + now = wishes[0].arrival
+
     first_come_first_served: That is the order of arrival: one user's hundred requests come before
         all others.
     - waiting.sort()
