@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=22
-# Generated from solutions/l22_serving.py, checksum ba7a361d9ac4. Generating again never overwrites your edits.
+# Generated from solutions/l22_serving.py, checksum 79f03909481f. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 22: what a load client reports, users who take turns, a serving loop."""
 
@@ -40,7 +40,7 @@ class Report(NamedTuple):
 
 @exercise("22.1", "What a load client must report", minutes=30, difficulty=1)
 def load_report(shots: Sequence[Shot], ttft_slo_s: float, e2el_slo_s: float) -> Report:
-    """The report of a load test. shots: one or more, of which at least one got a token.
+    """The report of a load test. shots: one or more, in any order; at least one got a token.
 
     Every latency of a request counts from when it was due, because that is when its user began to
     wait. The duration is the time of the clock from the first due request to the last end.
@@ -83,10 +83,10 @@ class Wish(NamedTuple):
 def serving_order(wishes: Sequence[Wish], weights: dict[str, float]) -> list[int]:
     """In which order an engine with one place begins the requests: their indices.
 
-    wishes: in the order of arrival. The engine serves one request at a time, to its end, and a
-    token takes 1 unit of time. When it is free, it looks at those that have arrived by now. If
-    there is none, it waits for the next arrival. weights: a user with weight 2 gets twice as
-    many tokens; a user who is not named has 1.
+    wishes: none or more, in the order of arrival. The engine serves one request at a time, to its
+    end, and a token takes 1 unit of time. When it is free, it looks at those that have arrived by
+    now. If there is none, it waits for the next arrival. weights: a user with weight 2 gets twice
+    as many tokens; a user who is not named has 1.
 
     This is start-time fair queuing. The engine keeps a *virtual time* v, in tokens at weight 1:
         when a request arrives, start = max(v, finish of its user's request before it, or 0)

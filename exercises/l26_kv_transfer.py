@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=26
-# Generated from solutions/l26_kv_transfer.py, checksum f615557a22cb. Generating again never overwrites your edits.
+# Generated from solutions/l26_kv_transfer.py, checksum 05d7d9247343. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 26: the cheapest way after a pause, a kernel that packs pages, an index of
 two tiers, a log with a race in it, and the score of a router.
@@ -31,8 +31,9 @@ def cheapest_ways(
                     and back, and the GPU, at gpu_dollars_per_s, waits for both; each second its
                     bytes cost what the tier says
         "compute"   nothing is kept: compute_s seconds of the GPU, once
-    Each way is a straight line over the pause. A way that is never the cheapest is left out. No two
-    lines meet at the same pause. Errors: none to raise.
+    Each way is a straight line over the pause. Two ways may cost the same a second: a tier's price
+    may be 0. A way that is never the cheapest is left out. No two lines meet at the same pause.
+    Errors: none to raise.
 
     Example: 100 bytes, compute_s 10, a GPU of 1 dollar a second and 1000 bytes, and the tier
     ("host", 0.0002, 100)

@@ -28,8 +28,9 @@ def cheapest_ways(
                     and back, and the GPU, at gpu_dollars_per_s, waits for both; each second its
                     bytes cost what the tier says
         "compute"   nothing is kept: compute_s seconds of the GPU, once
-    Each way is a straight line over the pause. A way that is never the cheapest is left out. No two
-    lines meet at the same pause. Errors: none to raise.
+    Each way is a straight line over the pause. Two ways may cost the same a second: a tier's price
+    may be 0. A way that is never the cheapest is left out. No two lines meet at the same pause.
+    Errors: none to raise.
 
     Example: 100 bytes, compute_s 10, a GPU of 1 dollar a second and 1000 bytes, and the tier
     ("host", 0.0002, 100)

@@ -37,6 +37,23 @@ BROKEN_RULES = (
         "in the wrapper only allocate, view and launch; the numbers are for the kernel to compute",
     ),
     (
+        r"your ValueError says",
+        "put what you were given into the message: an f-string with the argument's shape and dtype",
+    ),
+    (
+        r"your test rejects an implementation that is right",
+        "print the error and the limit it breaks: is the limit a part of the largest element?",
+    ),
+    (
+        r"you choose worker \d+ for",
+        "print what you compare for both workers: is it that number, and which of two equal ones "
+        "do you take?",
+    ),
+    (
+        r"depends on the order in which",
+        "which lanes of a program are not its own? The mask of the store has to leave them out",
+    ),
+    (
         r"with \d+ warps gives each lane",
         "a lane has BLOCK / (32 · num_warps) tokens: which of the two do you change?",
     ),

@@ -5,7 +5,7 @@
 Values cannot tell, because PyTorch's are as right. So here the wrapper may only allocate, fill and
 view tensors that hold numbers; a kernel has to load each input and to store each element of the
 result, and after its launch nobody may change one. Every exercise with a kernel has this check, and
-attacks (wrong/attacks.py) show that it rejects what it is for.
+attacks (wrong/attacks.py) show that it rejects what it is for. Its programs run in two orders, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,9 @@ from lessons.toolbox.gpu.arguments import bytes_of
 from lessons.toolbox.gpu.filming import filming
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 from lessons.toolbox.kernels.film import Access, Film
+from lessons.toolbox.kernels.order import program_order
 from lessons.toolbox.measure.device import has_gpu, has_triton, interpreting
-from tests.exercises.checking import check, note, unspoiled
+from tests.exercises.checking import alike, check, note, unspoiled
 
 Tensors = dict[str, Tensor]
 
@@ -45,6 +46,9 @@ def kernel_does_it(
     once; may: operations of PyTorch that the given wrapper has.
     """
 
+    def named(got: Any, inputs: dict[str, Any]) -> Tensors:
+        return results(got, inputs) if results else {"your result": got}
+
     @check(exercise_id, seconds=90)  # the first CUDA C++ kernel waits for its compiler
     def test_the_kernel_does_it(impl, seed):
         inputs = make(seed)
@@ -52,15 +56,34 @@ def kernel_does_it(
             with watched(may) as watch:
                 got = impl.bare(**inputs)  # what a Recorder does is PyTorch's work
             note(got)
-            stored = results(got, inputs) if results else {"your result": got}
-            for label, x in stored.items():
+            for label, x in named(got, inputs).items():
                 assert isinstance(x, Tensor), f"{label} is {type(x).__name__}, expected a tensor"
                 watch.assert_stored(x, label)
             for name, x in inputs.items():
                 if isinstance(x, Tensor) and name not in not_loaded:
                     watch.assert_loaded(x, name, name in once)
+        if interpreting() and has_triton():
+            assert_any_order(impl.bare, inputs, named, seed)
 
     return test_the_kernel_does_it
+
+
+def assert_any_order(
+    impl: Callable, inputs: dict[str, Any], named: Callable[[Any, dict], Tensors], seed: int
+) -> None:
+    """Of every two programs each one runs first once, and the results are the same. named: the
+    results that count, from (what was returned, inputs).
+    """
+    runs = []
+    for backwards in (False, True):
+        with unspoiled(inputs), program_order(seed, backwards):
+            got = impl(**inputs)
+            runs.append({label: x.clone() for label, x in named(got, inputs).items()})
+    for label, x in runs[0].items():
+        assert alike(x, runs[1][label]), (
+            f"{label} depends on the order in which your kernel's programs run, and a GPU promises "
+            "none: a place that one program stores to, another one stores to or loads"
+        )
 
 
 @contextmanager

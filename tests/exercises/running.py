@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import BaseTorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode, TorchDispatchMode
 
 from lessons.toolbox.exercises.exercise import Exercise, ExerciseError
 from lessons.toolbox.exercises.loading import describe, named
@@ -84,9 +85,8 @@ def run_check(
     seen.clear()
     comparing.clear()
     implementation = None
-    _import_what_modes_need()
     try:
-        with time_limit(check.seconds), in_bounds():
+        with time_limit(check.seconds), _modes_at_no_cost(), in_bounds():
             implementation = Recorder(loader())
             torch.manual_seed(seed)
             check(implementation, seed)
@@ -120,15 +120,6 @@ def run_check(
             tuple(comparing) if isinstance(error, AssertionError) else (),
         )
     return Outcome(PASS)
-
-
-@cache
-def _import_what_modes_need() -> None:
-    """The first operation within a TorchDispatchMode imports SymPy. On a slow machine that takes
-    longer than a check may, and an import that was broken off fails again and again.
-    """
-    with BaseTorchDispatchMode():
-        torch.zeros(1) + 1
 
 
 def _untouched(error: BaseException | None) -> str | None:
@@ -282,3 +273,43 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def _time_up(signum, frame):
     raise TimeUp
+
+
+@contextmanager
+def stopped_clock() -> Iterator[None]:
+    """What takes place within it does not count for the time limit around it."""
+    left, again = signal.setitimer(signal.ITIMER_REAL, 0) if hasattr(signal, "SIGALRM") else (0, 0)
+    if left:
+        faulthandler.cancel_dump_traceback_later()
+    try:
+        yield
+    finally:
+        if left:
+            faulthandler.dump_traceback_later(left + HANG_GRACE_S, exit=True, file=stderr)
+            signal.setitimer(signal.ITIMER_REAL, left, again)
+
+
+@contextmanager
+def _modes_at_no_cost() -> Iterator[None]:
+    """Within it a TorchDispatchMode costs a check no time, and a check without one nothing at all.
+
+    The first operation within a mode imports SymPy. On a slow machine that takes longer than a
+    check may, and an import that was broken off fails again and again.
+    """
+
+    def enter(mode: TorchDispatchMode) -> TorchDispatchMode:
+        _import_what_modes_need()
+        return _enter_mode(mode)
+
+    with mock.patch.object(TorchDispatchMode, "__enter__", enter):
+        yield
+
+
+_enter_mode = TorchDispatchMode.__enter__
+
+
+@cache
+def _import_what_modes_need() -> None:
+    plain = mock.patch.object(TorchDispatchMode, "__enter__", _enter_mode)
+    with stopped_clock(), plain, BaseTorchDispatchMode():
+        torch.zeros(1) + 1

@@ -6,7 +6,7 @@ import torch
 
 from lessons.toolbox.exercises.exercise import SOLUTIONS, all_exercises, has_kernel
 from lessons.toolbox.exercises.loading import load_exercise
-from lessons.toolbox.kernels.triton_ import triton
+from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.measure.device import has_triton, interpreting
 from tests.exercises.kernel_work import kernel_does_it
 from tests.exercises.running import FAIL, PASS, checks_of, run_check
@@ -46,6 +46,21 @@ def half_a_kernel(x, y):
     return out
 
 
+@triton.jit
+def half_written_over(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Its lanes go on to the end, and the next program stores the right numbers there."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)
+    own = tl.arange(0, 2 * BLOCK) < BLOCK
+    y = tl.load(y_ptr + at, mask=(at < n) & own, other=0.0)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < n) + y, mask=at < n)
+
+
+def in_order_only(x, y):
+    out = torch.empty_like(x)
+    half_written_over[(triton.cdiv(len(x), 8),)](x, y, out, len(x), BLOCK=8)
+    return out
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
     "answer, message",
@@ -56,9 +71,10 @@ def half_a_kernel(x, y):
         (half_a_kernel, "no kernel stored 4 of its 20 elements"),
         (written_afterwards, "3 of its 20 elements were changed after the kernel's launch"),
         (copied_by_a_kernel, "no kernel loads anything of `x`"),
+        (in_order_only, "your result depends on the order in which your kernel's programs run"),
         (lambda x, y: None, "NoneType, expected a tensor"),
     ],
-    ids=["pytorch", "number_by_number", "numpy", "half", "changed", "copied", "nothing"],
+    ids=["pytorch", "number_by_number", "numpy", "half", "changed", "copied", "order", "nothing"],
 )
 def test_what_is_no_kernels_work(answer, message):
     outcome = run_check(CHECK, lambda: answer, 0)

@@ -87,6 +87,11 @@ REPORT_CASES = {  # name: (shots by seed, limits, why)
         (1.0, 2.0),
         "on the limit is within it",
     ),
+    "unordered": (
+        lambda seed: drawn_shots(seed, broken=0.1)[::-1],
+        (2.0, 4.0),
+        "the request that was due first is the last one of the list",
+    ),
     "first_is_late": (
         lambda seed: [shot(2.0, 3.0, (3.5, 5.0), end=6.5), shot(4.0, 4.0, (4.5, 6.0))],
         (2.0, 4.0),
@@ -261,6 +266,7 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
         {},
         "among equals the one that came first",
     ),
+    "nobody": (lambda seed: [], {}, "no request, no order"),
     "boundary": (
         lambda seed: [
             *at_once(("ann", 10)),
@@ -628,6 +634,18 @@ async def drains_twice(stage):
     one.no_slips()
 
 
+async def drains_and_a_reader_leaves(stage):
+    one = stage({"a": 90})
+    stream = one.loop.stream("a")
+    await one.within(stream.__anext__(), "the first answer")
+    drain = one.start(one.loop.drain())
+    await one.within(pause(0), "a round of the event loop")
+    await one.within(stream.aclose(), "closing a stream")
+    await one.within(drain, "a drain during which the last reader leaves")
+    await one.within(one.run, "run() after a drain")
+    one.no_slips()
+
+
 async def drains_beside_a_slow_reader(stage):
     one = stage({"a": 6})
     stream = one.loop.stream("a")
@@ -675,6 +693,29 @@ async def dies_beside_a_slow_reader(stage):
     one.no_slips()
 
 
+async def dies_with_an_answer_unread(stage):
+    """Of a request that had ended: it was not the engine's any more."""
+    one = stage({"short": 2, "long": 9}, fails_at=4)
+    stream = one.loop.stream("short")
+    await one.within(stream.__anext__(), "the first answer")
+    got = await one.within(one.read("long"), "a reader of an engine that died")
+    assert_equal(got[-1:], ["step 4 failed"], label="what the other reader got at the end")
+    got = await one.within(told_by(stream), "an answer that had ended before the engine died")
+    assert_equal(got, [2], label="what a reader gets whose answer had ended, but was unread")
+    one.no_slips()
+
+
+async def told_by(stream):
+    """What a stream still gives, and what the engine's exception said."""
+    seen = []
+    try:
+        async for answer in stream:
+            seen.append(answer)
+    except RuntimeError as error:
+        seen.append(str(error))
+    return seen
+
+
 SCENES = {
     "quick": (quick, "quick readers see every answer"),
     "slow": (slow, "one reader stops reading for a while"),
@@ -700,11 +741,19 @@ SCENES = {
     "drains_idle": (drains_idle, "no request is there"),
     "drains_and_dies": (drains_and_dies, "the fourth step raises, during a drain"),
     "drains_twice": (drains_twice, "two wait for the same drain"),
+    "drains_and_a_reader_leaves": (
+        drains_and_a_reader_leaves,
+        "the last reader leaves during a drain",
+    ),
     "drains_beside_a_slow_reader": (drains_beside_a_slow_reader, "a reader has stopped reading"),
     "dies": (dies, "the fourth step raises"),
     "dies_beside_a_slow_reader": (
         dies_beside_a_slow_reader,
         "the fourth step raises, and a reader has stopped reading",
+    ),
+    "dies_with_an_answer_unread": (
+        dies_with_an_answer_unread,
+        "the fourth step raises, and by then another answer has ended",
     ),
 }
 

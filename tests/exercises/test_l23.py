@@ -206,6 +206,10 @@ LAYER_CASES = {  # name: (arguments of _layer after the seed, why)
         dict(tokens=(4, 4), num_experts=4, top_k=2, capacity=3, skew=9.0),
         "expert 0 has room for 3 rows",
     ),
+    "scarce": (
+        dict(tokens=(9, 7), num_experts=4, top_k=3, capacity=3),
+        "each expert has room for 3 rows, and more tokens want it, as any of their choices",
+    ),
     "no_room": (dict(tokens=(2, 2), num_experts=2, top_k=2, capacity=0), "no row finds room"),
 }
 

@@ -405,6 +405,11 @@ REFUSALS = {  # name: (change of logits, change of words, argument, why)
     "row_missing": (None, lambda x: x[:1], "words", "a row too few of the words"),
     "word_more": (None, lambda x: x.repeat(1, 2), "words", "words for another vocabulary"),
     "row_more": (None, lambda x: x.repeat(2, 1), "words", "rows for another batch"),
+    "words_turned": (None, lambda x: x.T, "words", "the words are [ceil(V / 32), B]"),
+    "words_in_a_row": (None, lambda x: x.flatten(), "words", "the words are a vector"),
+    "no_row": (lambda x: x[:0], None, "words", "B = 0, and the words have rows"),
+    "no_token": (lambda x: x[:, :0], None, "words", "V = 0, and the rows have words"),
+    "no_integer": (lambda x: x[:0].long(), lambda x: x[:0], "logits", "B = 0, and int64"),
 }
 
 

@@ -72,6 +72,18 @@ WAY_CASES = {  # name: (arguments, why)
         (131072.0, 27e-6, *H100, [("disk", 4e-18, 11e9), ("host", 1.2e-16, 64e9)]),
         "tiers in any order",
     ),
+    "free_tier": (
+        (100.0, 10.0, 1.0, 1000.0, [("host", 0.0, 100.0)]),
+        "a tier that costs nothing a second, so that computing is never the cheapest",
+    ),
+    "soon": (
+        (100.0, 0.01, 1.0, 1000.0, [("host", 0.0002, 1e6)]),
+        "three ways within half a second",
+    ),
+    "same_price": (
+        (100.0, 50.0, 1.0, 1000.0, [("far", 0.0002, 90.0), ("near", 0.0002, 100.0)]),
+        "two tiers of the same price, of which one has the slower link",
+    ),
 }
 WAY_NAMES = ("kv_bytes", "compute_s", "gpu_dollars_per_s", "gpu_bytes", "tiers")
 
@@ -96,12 +108,14 @@ def test_ways(impl, case, seed):
 def test_random_ways(impl, seed):
     draws = random.Random(seed)
     for _ in range(40):
+        prices = [draws.choice((0.0, 1e-16, 10 ** draws.uniform(-18, -14))) for _ in range(3)]
         tiers = [
-            (name, 10 ** draws.uniform(-18, -14), 10 ** draws.uniform(9, 11))
-            for name in ("host", "disk", "shelf")[: draws.randint(0, 3)]
+            (name, price, 10 ** draws.uniform(9, 11))
+            for name, price in zip(("host", "disk", "shelf")[: draws.randint(0, 3)], prices)
         ]
         compute_s = 10 ** draws.uniform(-6, -3)
-        compare_ways(impl, (draws.choice((65536.0, 524288.0)), compute_s, *H100, tiers))
+        gpu = H100[0], draws.choice((H100[1], 1e6))  # in a small one all ways change within seconds
+        compare_ways(impl, (draws.choice((65536.0, 524288.0)), compute_s, *gpu, tiers))
 
 
 # ---------------------------------------------------------------- 26.2 the kernel
@@ -561,6 +575,14 @@ ROUTE_CASES = {  # name: (arguments, why)
     "one_worker": ((3, [0], [5], [0], 2.0), "no choice, and no division by zero"),
     "tie": ((6, [0, 3, 3], [0, 4, 4], [9, 1, 1], 1.0), "the second and the third are equal"),
     "between": ((6, [0, 0, 0], [10, 4, 6], [0, 0, 0], 1.0), "places in proportion, not in order"),
+    "equal_costs": (
+        (6, [4, 6, 0], [1, 0, 0], [6, 9, 3], 1.0),
+        "three equal costs, and of each other thing another worker has the best",
+    ),
+    "equal_scores": (
+        (6, [3, 6, 0], [2, 4, 0], [6, 9, 3], 1.0),
+        "three equal scores, and of each other thing another worker has the best",
+    ),
 }
 ROUTE_NAMES = ("prompt_blocks", "cached", "waiting", "active", "weight")
 

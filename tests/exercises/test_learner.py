@@ -534,6 +534,32 @@ with running.time_limit(0.1):
     assert "nothing could interrupt it" in exercise_report._why_it_broke_off(done)
 
 
+def test_a_mode_costs_a_check_no_time_and_a_check_without_one_nothing():
+    """The first operation within a mode imports SymPy, once in a process."""
+    program = """
+import sys, torch
+from tests.exercises.checking import Operations, check
+from tests.exercises.running import run_check
+
+def without(impl, seed):
+    torch.zeros(1) + 1
+
+def within(impl, seed):
+    with Operations():
+        torch.zeros(1) + 1
+
+for function, seconds in ((without, 60), (within, 0.3)):
+    (this,) = check("2.1", seconds=seconds)(function).checks.values()
+    print(run_check(this, lambda: None, 0), "sympy" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    without, within = done.stdout.splitlines()
+    assert "status='PASS'" in without and without.endswith("False"), done
+    assert "status='PASS'" in within and within.endswith("True"), done
+
+
 @triton.jit
 def copy_too_much(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)

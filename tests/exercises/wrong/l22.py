@@ -52,6 +52,10 @@ answers.slips(
     - max(shot.end_s for shot in shots) - first_s
     + shots[-1].end_s - shots[0].due_s
 
+    first_of_the_list: The first request of the list need not be due first: take the smallest due_s.
+    - min(shot.due_s for shot in shots)
+    + shots[0].due_s
+
     requested_tokens: max_tokens is what was asked for. Count the tokens that came.
     - sum(len(shot.token_s) for shot in shots)
     + sum(shot.max_tokens for shot in shots)
@@ -260,6 +264,11 @@ def by_hand(shots, ttft_slo_s, e2el_slo_s):
 answers.slips(
     "22.2",
     """
+    someone_is_taken_for_granted: There may be no request at all: then the order is empty.
+    - v = now = largest_finish = 0.0
+    + v = largest_finish = 0.0
+    + now = wishes[0].arrival
+
     first_come_first_served: That is the order of arrival: one user's hundred requests come before
         all others.
     - waiting.sort()
@@ -488,6 +497,28 @@ def by_a_clock_that_ticks(wishes, weights):
             continue
         v, index, end = heapq.heappop(heap)
         most = max(most, end)
+        order.append(index)
+        now += wishes[index].tokens
+    return order
+
+
+@answers.alternative("22.2")
+def a_queue_for_each_user(wishes, weights):
+    """A request gets its start when it is the first of its user: v has not passed it by then."""
+    v = now = largest = 0.0
+    finish, queues, coming, order = {}, {}, 0, []
+    while len(order) < len(wishes):
+        if not any(queues.values()) and wishes[coming].arrival > now:
+            v, now = max(v, largest), wishes[coming].arrival
+        while coming < len(wishes) and wishes[coming].arrival <= now:
+            queues.setdefault(wishes[coming].user, []).append(coming)
+            coming += 1
+        heads = {queue[0]: user for user, queue in queues.items() if queue}
+        v, index = min((max(v, finish.get(user, 0.0)), head) for head, user in heads.items())
+        user = heads[index]
+        queues[user].pop(0)
+        finish[user] = v + wishes[index].tokens / weights.get(user, 1.0)
+        largest = max(largest, finish[user])
         order.append(index)
         now += wishes[index].tokens
     return order
@@ -744,6 +775,13 @@ answers.slips(
     + if self.is_draining:
     +     return
     + self.failure = error
+
+    the_failure_hides_an_answer: An answer that had ended before the engine died is its reader's,
+        read or not.
+    - message = await inbox.get()
+    + message = await inbox.get()
+    + if self.failure is not None:
+    +     raise self.failure
 
     the_rest_of_the_step_is_lost: One request has no reader any more. Those after it in the step
         have.

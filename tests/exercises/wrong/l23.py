@@ -365,6 +365,12 @@ answers.slips(
     - enumerate(wanted[rank][source].tolist())
     + reversed([*enumerate(wanted[rank][source].tolist())])
 
+    first_choices_go_first: The first tokens count first, with all of their choices; no token's
+        first choice passes another one's second.
+    - to_each = [torch.where(owner == other)[0] for other in range(ranks.size)]
+    + order = torch.arange(len(owner)).view(-1, top_k).T.flatten()
+    + to_each = [order[owner[order] == other] for other in range(ranks.size)]
+
     equal_weights: The experts count by the router, not equally.
     - best.values.softmax(-1)
     + torch.full_like(best.values, 1 / top_k)

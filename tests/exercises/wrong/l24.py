@@ -419,6 +419,17 @@ answers.slips(
     - logits.dtype not in (torch.float32, torch.float16, torch.bfloat16)
     + not logits.is_floating_point()
 
+    as_many_words_pass: As many words in another shape are other tokens' words: compare the shape.
+    - words.shape != shape
+    + words.numel() != shape[0] * shape[1]
+
+    not_looked_at_when_empty: Refuse what does not fit also where nothing is to be done: look at the
+        arguments first.
+    - if logits.dim() != 2
+    + if logits.numel() == 0:
+    +     return
+    + if logits.dim() != 2
+
     returned_when_empty: The logits are changed in place. Return None, also if there are none.
     - if batch and vocab_size:
     + if not batch or not vocab_size:

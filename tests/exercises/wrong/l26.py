@@ -45,6 +45,16 @@ answers.slips(
     + ((line[1] - lines[0][1]) / (lines[0][2] - line[2]), line) for line in lines
     + if line[2] < best[2]
 
+    until_it_computes: Computing need not be the cheapest one day: stop when no way costs less a
+        second.
+    - if not later:
+    + if best[0] == "compute":
+
+    parallel_ones_meet: Two ways that cost the same a second never meet: of these the one that costs
+        less once is cheaper for ever.
+    - if line[2] < best[2]
+    + if line[2] <= best[2] and line != best
+
     dearer_ones_too: A way that costs more a second than the present one never becomes cheaper.
     - if line[2] < best[2]
     + if line[2] != best[2] and line[1] > best[1]
@@ -63,6 +73,18 @@ def all_of_them(kv_bytes, compute_s, gpu_dollars_per_s, gpu_bytes, tiers):
     return found
 
 
+@answers.wrong("26.1", "Ways may change within a second: look right after a crossing, not later.")
+def one_second_later(kv_bytes, compute_s, gpu_dollars_per_s, gpu_bytes, tiers):
+    lines = as_lines(kv_bytes, compute_s, gpu_dollars_per_s, gpu_bytes, tiers)
+    values, found = list(lines.values()), [("gpu", 0.0)]
+    meets = [(b[0] - a[0]) / (a[1] - b[1]) for a in values for b in values if b[1] < a[1]]
+    for pause in sorted(meet for meet in meets if meet > 0):
+        best = min(lines, key=lambda name: lines[name][0] + lines[name][1] * (pause + 1))
+        if best != found[-1][0]:
+            found.append((best, pause))
+    return found
+
+
 def as_lines(kv_bytes, compute_s, gpu_dollars_per_s, gpu_bytes, tiers):
     lines = {"gpu": (0.0, kv_bytes * gpu_dollars_per_s / gpu_bytes)}
     for name, dollars, rate in tiers:
@@ -78,6 +100,8 @@ def by_a_stack(kv_bytes, compute_s, gpu_dollars_per_s, gpu_bytes, tiers):
     for name in sorted(lines, key=lambda one: (-lines[one][1], lines[one][0])):
         once, rate = lines[name]
         since = 0.0
+        if found and lines[found[-1][0]][1] == rate:
+            continue  # parallel, and it costs more once
         while found:
             other, begins = found[-1]
             more, steeper = lines[other]
@@ -146,6 +170,13 @@ answers.slips(
     no_last_piece: The last piece is not full, and it has to be copied.
     - inside = value < PAGE
     + inside = value < PAGE // BLOCK * BLOCK
+
+    lanes_of_the_next_page: Lanes after the end of a page write into the next one, whose program may
+        have been there before: mask the store by the page.
+    - tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
+    + at = (row * tl.num_programs(1) + layer) * PAGE + value
+    + is_there = at < tl.num_programs(0) * tl.num_programs(1) * PAGE
+    + tl.store(target, tl.load(source, mask=inside, other=0.0), mask=is_there)
 
     rows_of_pages: A row holds all layers, one page after the other.
     - (row * tl.num_programs(1) + layer) * PAGE + value
@@ -595,6 +626,18 @@ answers.slips(
     last_of_the_equal: Of equal workers the first is taken.
     - costs.index(min(costs))
     + len(costs) - 1 - costs[::-1].index(min(costs))
+
+    last_of_equal_scores: Of equal workers the first is taken, by the score as well.
+    - found.index(max(found))
+    + len(found) - 1 - found[::-1].index(max(found))
+
+    equal_costs_by_cache: Of equal workers the first is taken, whatever each of them holds.
+    - costs.index(min(costs))
+    + min(range(len(costs)), key=lambda w: (costs[w], -cached[w]))
+
+    equal_scores_by_queue: Of equal workers the first is taken, whatever waits for each of them.
+    - found.index(max(found))
+    + max(range(len(found)), key=lambda w: (found[w], -waiting[w]))
     """,
 )
 
