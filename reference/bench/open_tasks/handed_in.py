@@ -136,9 +136,9 @@ def wrong_numbers(row: Tried, found: dict[str, float], allowed: dict[str, Allowe
     ]
 
 
-def number_text(value: float) -> str:
-    """Whole numbers in full, others in five digits."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+def number_text(value) -> str:
+    """Whole numbers in full, others in five digits; words as they are."""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def print_numbers(name: str, found: dict[str, float]) -> None:

@@ -49,9 +49,9 @@ class Task:
     def __str__(self) -> str:
         sees = f", each sees the last {self.window}" if self.window else ""
         return (
-            f"Attention of {self.queries} new tokens to {self.keys}{sees}; {self.heads} heads, "
-            f"{self.kv_heads} KV heads of {self.head_dim}, bfloat16, on one {self.name}. Choose "
-            f"the tiles of lesson 9's flash_kernel."
+            f"Attention of {self.queries} new tokens to {self.keys}{sees}; heads of "
+            f"{self.head_dim}, {self.heads} for queries and {self.kv_heads} for keys, bfloat16, on "
+            f"one {self.name}. Choose the tiles of lesson 9's flash_kernel."
         )
 
     @property
@@ -161,11 +161,15 @@ def run(seed: int, plan: Path | None, measure: Path | None) -> int:
 
 def judged(task: Task, rows, again: list[dict], chosen, wrong: list[str]) -> int:
     """Compare the chosen tiles with the others and with the course's; the exit code."""
-    us = {row.name: one.get("predicted_us") for row, one in zip(rows, again)}
-    mine, course = us[chosen.name], again[-1]["predicted_us"]
-    if mine is None:
+    us = {
+        row.name: one["predicted_us"]
+        for row, one in zip(rows, again)
+        if not_usable(task, row.name, one) is None
+    }
+    if chosen.name not in us:
         return handed_in.verdict(wrong)
-    faster = [name for name, other in us.items() if other is not None and other < 0.99 * mine]
+    mine, course = us[chosen.name], again[-1]["predicted_us"]
+    faster = sorted((name for name in us if us[name] < 0.99 * mine), key=us.get)
     if faster:
         wrong.append(
             one_line(f"{chosen.name}: {faster[0]} is faster, {us[faster[0]]:.2f} µs, by the counts")
