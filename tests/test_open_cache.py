@@ -1,4 +1,4 @@
-"""The cache of the open task: a query sees what lesson 19's caches would show it, in as many bytes."""
+"""The cache of the open task: a query sees what lesson 19's caches show it, in as many bytes."""
 
 import itertools
 

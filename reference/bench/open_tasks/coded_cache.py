@@ -1,5 +1,5 @@
-"""A cache whose layers have formats of their own, and whose first and newest tokens stay in 16 bits:
-its bytes, and an `attend` over it.
+"""A cache whose layers have formats of their own, and whose first and newest tokens stay in 16
+bits: its bytes, and an `attend` over it.
 
 Each query sees what it would see if tokens were decoded one by one: codes where they are codes by
 then. So a text that runs in one pass gives what a server would compute token after token.
