@@ -85,7 +85,7 @@ def in_codes(name: str, x: Tensor, is_k: bool, sinks: int) -> Tensor:
 
 
 def grouped(x: Tensor, bits: int, over: int) -> Tensor:
-    """x after codes of so many bits, with a scale and a low over a dimension, in x's dtype."""
+    """x: [...] after codes of so many bits, a scale and a low over a dimension, in its dtype."""
     low = x.amin(over, keepdim=True)
     scale = ((x.amax(over, keepdim=True).float() - low.float()) / (2**bits - 1)).to(x.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
