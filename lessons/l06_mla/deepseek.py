@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import MLP, Decoder, DecoderLayer, RMSNorm, swap
 from lessons.l02_naive_attention.variants.gemma import GemmaDecoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
+from lessons.l06_mla.lfm2 import Lfm2Decoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.l06_mla.qwen3_next import Qwen3NextDecoder
 from lessons.toolbox.model.checkpoint import load_config
@@ -217,7 +218,7 @@ def load_decoder(
 def decoder_class(config: ModelConfig) -> type[Decoder]:
     """The decoder that has this shape's parts."""
     if config.state is not None:
-        return Qwen3NextDecoder
+        return Lfm2Decoder if config.state.matrix_shape is None else Qwen3NextDecoder
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

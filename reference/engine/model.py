@@ -30,8 +30,8 @@ def load_model(
     quantization: str | None = None,
 ) -> Decoder:
     """A checkpoint as a decoder, ready to generate: Llama, Mistral, Mixtral, Qwen, Qwen3-MoE,
-    Qwen3-Next, gpt-oss, Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name; Llama,
-    Mistral, Qwen2 and Qwen3 also by .gguf file.
+    Qwen3-Next, LFM2, gpt-oss, Phi-3, Gemma 2 and 3, DeepSeek-V2 and V3, by folder or hub name;
+    Llama, Mistral, Qwen2 and Qwen3 also by .gguf file.
 
     device: default the GPU if there is one. dtype: a torch.dtype or its name; default the GPU's
     16-bit type, float32 on a CPU. quantization: weights in fewer bits; None: as the checkpoint has

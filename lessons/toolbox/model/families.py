@@ -5,10 +5,11 @@ get transformers' config, whose defaults and types are already in place.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from lessons.toolbox.model.arguments import shown
-from lessons.toolbox.model.config import MLAConfig, MoEConfig
+from lessons.toolbox.model.config import MoEConfig
 
 MLA_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 MOE_SIZES = "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts"
@@ -36,6 +37,15 @@ class Family(NamedTuple):
     also_called: dict[str, str] | None = None
     stored_as: dict[str, str] | None = None
     rope_by_layer: bool = False
+
+
+def _found_in(module: str, name: str) -> Callable[[Any], dict[str, Any]]:
+    """A function of a module beside this one, which is imported when a file asks for it."""
+
+    def fields(config) -> dict[str, Any]:
+        return getattr(import_module(f"lessons.toolbox.model.{module}"), name)(config)
+
+    return fields
 
 
 def _llama(config) -> dict[str, Any]:
@@ -85,12 +95,6 @@ def _qwen3_moe(config) -> dict[str, Any]:
         )
     own = dict(moe=moe, qk_norm=True, sliding_windows=windows)
     return own | dict(qkv_bias=bias, o_bias=bias)
-
-
-def _qwen3_next(config) -> dict[str, Any]:
-    from lessons.toolbox.model.state_config import qwen3_next  # here: few models have states
-
-    return qwen3_next(config)
 
 
 def _phi3(config) -> dict[str, Any]:
@@ -159,48 +163,6 @@ def _windows(config) -> tuple[int | None, ...]:
     return tuple(windows[kind] for kind in config.layer_types)
 
 
-def _deepseek_v2(config) -> dict[str, Any]:
-    method = config.topk_method
-    if method not in ("greedy", "group_limited_greedy"):
-        either = "greedy or group_limited_greedy in deepseek_v2"
-        raise ValueError(f"'topk_method' must be {either}, not {shown(method)}")
-    # V2-Lite names groups and does not use them
-    groups = "" if method == "greedy" else "n_group topk_group"
-    return _deepseek(config, groups, True, scoring_func="softmax", topk_method=method)
-
-
-def _deepseek_v3(config) -> dict[str, Any]:
-    interleave = bool(config.rope_interleave)
-    router = dict(scoring_func="sigmoid", topk_method="noaux_tc")
-    return _deepseek(config, "n_group topk_group", interleave, **router)
-
-
-def _deepseek(config, groups: str, interleave: bool, **router: str) -> dict[str, Any]:
-    """groups: the keys of the router's groups, if it has any."""
-    heads = config.num_attention_heads
-    if config.num_key_value_heads != heads:
-        raise ValueError(
-            f"'num_key_value_heads' must be num_attention_heads ({heads}), because the heads share "
-            f"latents instead, not {config.num_key_value_heads}"
-        )
-    sizes = {key: getattr(config, key) for key in f"{MLA_SIZES} {MOE_SIZES} {groups}".split()}
-    for key, value in sizes.items():
-        if value is None:
-            raise ValueError(f"'{key}' must be a whole number, not null")
-    mla_sizes = {key: sizes.pop(key) for key in MLA_SIZES.split()}
-    mla = MLAConfig(config.q_lora_rank, **mla_sizes, rope_interleave=interleave)
-    moe = MoEConfig(
-        **sizes,
-        **router,
-        norm_topk_prob=bool(config.norm_topk_prob),
-        routed_scaling_factor=config.routed_scaling_factor,
-    )
-    bias = config.attention_bias
-    # transformers' head_dim is qk_rope_head_dim
-    own = dict(head_dim=mla.qk_head_dim, v_head_dim=mla.v_head_dim, mla=mla, moe=moe)
-    return own | dict(qkv_bias=bias, o_bias=bias)
-
-
 WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
 MISTRAL = "head_dim sliding_window layer_types"
 GEMMA2_NUMBERS = "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
@@ -222,6 +184,26 @@ OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
 QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()}
 QWEN3_NEXT |= {"shared_experts.output_gate": "shared_expert_gate.weight"}
 QWEN3_NEXT |= {"shared_experts": "shared_expert"}
+# out_proj, of a convolution, before o_proj, because attention calls that out_proj
+LFM2 = {
+    "self_attn.in_proj": "conv.in_proj",
+    "self_attn.conv1d": "conv.conv",
+    "self_attn.out_proj": "conv.out_proj",
+    "o_proj": "out_proj",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "norm": "embedding_norm",
+}
+LFM2_ALSO = dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "hidden_size")
+LFM2_ALSO |= dict.fromkeys(("norm_eps", "block_norm_eps"), "rms_norm_eps")
+LFM2_ALSO |= dict(num_heads="num_attention_heads", block_ff_dim="intermediate_size")
+LFM2_ALSO |= dict(tie_embedding="tie_word_embeddings")
+LFM2_INIT = ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
 DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
 
 FAMILIES = {
@@ -246,11 +228,21 @@ FAMILIES = {
         also_called=dict(num_local_experts="num_experts"),
     ),
     "qwen3_next": Family(
-        _qwen3_next,
+        _found_in("state_config", "qwen3_next"),
         f"{QWEN3_EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {STATES}",
         f"attention_bias norm_topk_prob {QWEN3_DENSE} partial_rotary_factor layer_types "
         "full_attention_interval",
         stored_as=QWEN3_NEXT,
+    ),
+    "lfm2": Family(
+        _found_in("state_config", "lfm2"),
+        "num_key_value_heads conv_L_cache",
+        "layer_types full_attn_idxs block_auto_adjust_ff_dim block_ffn_dim_multiplier "
+        "block_multiple_of",
+        fixed=dict(block_use_swiglu=True, use_pos_enc=True, conv_use_xavier_init=True)
+        | dict.fromkeys(LFM2_INIT, 1),
+        also_called=LFM2_ALSO,
+        stored_as=LFM2,
     ),
     "phi3": Family(
         _phi3,
@@ -284,14 +276,14 @@ FAMILIES = {
         rope_by_layer=True,
     ),
     "deepseek_v2": Family(
-        _deepseek_v2,
+        _found_in("deepseek_families", "deepseek_v2"),
         DEEPSEEK,
         "attention_bias routed_scaling_factor n_group topk_group topk_method",
         # DeepSeek's code divides by the sum that norm_topk_prob asks for, transformers does not
         fixed=dict(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False),
     ),
     "deepseek_v3": Family(
-        _deepseek_v3,
+        _found_in("deepseek_families", "deepseek_v3"),
         f"{DEEPSEEK} n_group topk_group",
         "attention_bias routed_scaling_factor norm_topk_prob rope_interleave",
         fixed=dict(scoring_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc"),
