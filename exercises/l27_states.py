@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=27
-# Generated from solutions/l27_states.py, checksum c880c4c44981. Generating again never overwrites your edits.
+# Generated from solutions/l27_states.py, checksum d54c5786b3d1. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 27: a state that forgets by channel, a chunk without a loop, a convolution
 that may be cut anywhere, Mamba-2's step over slots, and when a snapshot of a state is worth its
@@ -49,7 +49,7 @@ def chunk(
     """One chunk of one head by matrix products: the gated delta rule, C tokens at once. q, k: [C,
     Dk], v: [C, Dv], log_decay, beta: [C], state: [Dk, Dv] -> out: [C, Dv], the state after it.
 
-    By steps 5 and 6 of the derivation; G_t is the sum of log_decay up to and with token t:
+    By steps 4 and 5 of the derivation; G_t is the sum of log_decay up to and with token t:
         (I + A) U = right side       A[t, s] = beta_t exp(G_t − G_s) (k_t · k_s) for s < t, else 0
                                      row t of the right side: beta_t (v_t − exp(G_t) stateᵀ k_t)
         out_t = exp(G_t) stateᵀ q_t + Σ_{s ≤ t} exp(G_t − G_s) (q_t · k_s) u_s

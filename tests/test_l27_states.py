@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lessons.l27_states.chunks import written, written_by_wy
-from lessons.l27_states.costs import (
+from lessons.l27_states.lab.costs import (
     QWEN3_NEXT,
     StateLayer,
     even_memory,
@@ -65,8 +65,8 @@ def test_the_bottleneck():
     said(f"{QWEN3_NEXT.layers} such layers would keep {cached / 1e9:.1f} GB")
     said(f"Its other {QWEN3_NEXT.state_layers} layers keep {STATE.kept_bytes / 1e6:.2f} MB each")
     said(f"the same request keeps {kept / 1e9:.1f} GB")
-    said(f"keeps {QWEN3_NEXT.kept_bytes(100) / 1e6:.1f} MB")
-    said(f"with caches alone {QWEN3_NEXT.cached_bytes(100) / 1e6:.1f}.")
+    said(f"keeps `{QWEN3_NEXT.kept_bytes(100) / 1e6:.1f} MB`")
+    said(f"with caches alone `{QWEN3_NEXT.cached_bytes(100) / 1e6:.1f}`.")
 
 
 def test_the_bytes_of_step_7():
@@ -118,10 +118,10 @@ def test_what_is_still_read_right():
     """Left and right panel, as README.md and MORE.md quote them."""
     at_32 = [float(different_keys(rule, 32).mean()) for rule in RULES.values()]
     assert min(at_32) >= 0.99
-    said("Of 32 pairs each rule reads at least 99 % right")
+    said("Of 32 pairs each rule reads at least `99 %` right")
     at_512 = {name: float(different_keys(rule, 512).mean()) for name, rule in RULES.items()}
-    said(f"the sum reads {100 * at_512['sum']:.0f} %, the delta rule")
-    said(f"the delta rule {100 * at_512['delta rule']:.0f} %: to make room")
+    said(f"the sum reads `{100 * at_512['sum']:.0f} %`, the delta rule")
+    said(f"the delta rule `{100 * at_512['delta rule']:.0f} %`: to make room")
     least, most = min(at_512.values()), max(at_512.values())
     said(f"reads {100 * least:.0f} to {100 * most:.0f} % right")
     again = {name: same_keys(rule, 512) for name, rule in RULES.items()}
@@ -129,7 +129,8 @@ def test_what_is_still_read_right():
     said(f"decay falls to about {100 * again['decay']:.0f}, the sum to {100 * again['sum']:.0f}")
 
 
-def test_the_quiz():
+def test_the_quiz_and_step_2():
+    said(f"If exp(g) is 0.99, a token counts {0.99**100:.2f} after 100 more")
     assert 64 * 64 * 128 * 4 == 2_097_152
     k, beta = torch.ones(3, 1, 1), torch.full((3, 1), 0.5)
     out, _ = delta_rule(k, k, k, beta)

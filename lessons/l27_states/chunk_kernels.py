@@ -13,18 +13,21 @@ a token with k = 0 writes nothing. Read chunks.py first; names and order are the
 from lessons.l09_flash_attention.optimized import rows_of_sequence
 from lessons.toolbox.kernels.triton_ import tl, triton
 
+# Each float32 factor as the sum of two tf32 numbers: three products on matrix units instead of one
+# in float32 without them, and nearly its precision.
+PRECISION = tl.constexpr("tf32x3")
+
 
 @triton.jit
 def load_tile(
     ptr, start, end, stride, first, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Rows from `start` and columns from `first` of a matrix [end, DIM] -> [ROWS, COLS] float32,
-    with zeros where it ends.
+    """Rows from `start` and columns from `first` of a matrix [end, DIM] -> [ROWS, COLS], with zeros
+    where it ends.
     """
     row, column = start + tl.arange(0, ROWS), first + tl.arange(0, COLS)
     inside = (row < end)[:, None] & (column < DIM)[None, :]
-    x = tl.load(ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    return x.to(tl.float32)
+    return tl.load(ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -109,20 +112,23 @@ def prepare_kernel(
         k = load_tile(k_ptr + head * stride_kh, start, end, stride_kt, 0, KEY_DIM, SIZE, BLOCK_K)
         g = load_numbers(log_decay_ptr + head, start, end, heads, SIZE)
         beta = load_numbers(beta_ptr + head, start, end, heads, SIZE)
-        similar = tl.dot(k, tl.trans(k), input_precision="ieee")
+        similar = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # exact, if k has 16 bits
         row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
         a = tl.where(row > column, beta[:, None] * decay_between(g, SIZE) * similar, 0.0)
         inverse = unit_lower_inverse(a, SIZE)
-        from_start = tl.exp(tl.cumsum(g, axis=0))
-        right = (beta * from_start)[:, None] * k
-        w = tl.dot(inverse, right, input_precision="ieee")
+        of_state = beta * tl.exp(tl.cumsum(g, axis=0))
+        k_ptr += head * stride_kh
         w_ptr += head * KEY_DIM
-        store_tile(w_ptr, w, start, end, heads * KEY_DIM, 0, KEY_DIM, SIZE, BLOCK_K)
+        # column by column, because a product of all would not fit into the registers
+        for first in range(0, KEY_DIM, BLOCK_V):
+            x = load_tile(k_ptr, start, end, stride_kt, first, KEY_DIM, SIZE, BLOCK_V)
+            w = tl.dot(inverse, of_state[:, None] * x.to(tl.float32), input_precision=PRECISION)
+            store_tile(w_ptr, w, start, end, heads * KEY_DIM, first, KEY_DIM, SIZE, BLOCK_V)
         v_ptr += head * stride_vh
         u_ptr += head * VALUE_DIM
         for first in range(0, VALUE_DIM, BLOCK_V):
             v = load_tile(v_ptr, start, end, stride_vt, first, VALUE_DIM, SIZE, BLOCK_V)
-            u = tl.dot(inverse, beta[:, None] * v, input_precision="ieee")
+            u = tl.dot(inverse, beta[:, None] * v.to(tl.float32), input_precision=PRECISION)
             store_tile(u_ptr, u, start, end, heads * VALUE_DIM, first, VALUE_DIM, SIZE, BLOCK_V)
 
 
@@ -171,17 +177,18 @@ def states_kernel(
         before = before_ptr + (place * heads + head) * KEY_DIM * VALUE_DIM
         store_tile(before, state, 0, KEY_DIM, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
         k = load_tile(k_ptr, token, end, stride_kt, 0, KEY_DIM, SIZE, BLOCK_K)
-        u = load_tile(u_ptr, token, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V)
+        u = load_tile(u_ptr, token, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V).to(tl.float32)
         g = load_numbers(log_decay_ptr + head, token, end, heads, SIZE)
         if DELTA:
             w = load_tile(
                 w_ptr + head * KEY_DIM, token, end, heads * KEY_DIM, 0, KEY_DIM, SIZE, BLOCK_K
             )
-            u -= tl.dot(w, state, input_precision="ieee")
+            u -= tl.dot(w, state, input_precision=PRECISION)
             store_tile(u_ptr, u, token, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V)
         row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
         until_end = tl.exp(tl.sum(tl.where(row > column, g[:, None], 0.0), axis=0))
-        added = tl.dot(tl.trans(k * until_end[:, None]), u, input_precision="ieee")
+        faded = k.to(tl.float32) * until_end[:, None]
+        added = tl.dot(tl.trans(faded), u, input_precision=PRECISION)
         state = tl.exp(tl.sum(g)) * state + added
         place += 1
     store_tile(states_ptr, state, 0, KEY_DIM, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
@@ -220,14 +227,15 @@ def outputs_kernel(
         q = load_tile(q_ptr + head * stride_qh, start, end, stride_qt, 0, KEY_DIM, SIZE, BLOCK_K)
         k = load_tile(k_ptr + head * stride_kh, start, end, stride_kt, 0, KEY_DIM, SIZE, BLOCK_K)
         u_ptr += head * stride_uh
-        u = load_tile(u_ptr, start, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V)
+        u = load_tile(u_ptr, start, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V).to(tl.float32)
         g = load_numbers(log_decay_ptr + head, start, end, num_heads, SIZE)
         before = before_ptr + (place * num_heads + head) * KEY_DIM * VALUE_DIM
         state = load_tile(before, 0, KEY_DIM, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
         from_start = tl.exp(tl.cumsum(g, axis=0))
         # decay_between is 0 where a token would see a later one
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay_between(g, SIZE)
-        out = from_start[:, None] * tl.dot(q, state, input_precision="ieee")
-        out += tl.dot(scores, u, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay_between(g, SIZE)
+        out = tl.dot(q.to(tl.float32), state, input_precision=PRECISION)
+        out *= from_start[:, None]
+        out += tl.dot(scores, u, input_precision=PRECISION)
         out_ptr += head * VALUE_DIM
         store_tile(out_ptr, out, start, end, num_heads * VALUE_DIM, first, VALUE_DIM, SIZE, BLOCK_V)

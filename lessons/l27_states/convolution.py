@@ -42,25 +42,25 @@ def conv_step_kernel(
     stride_x,
     stride_slot,
     WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per sequence and BLOCK channels. BLOCK_W: WIDTH, rounded up to a power of two."""
+    """One program per sequence and BLOCK channels."""
     b = tl.program_id(0).to(tl.int64)
-    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    column = tl.arange(0, BLOCK_W)[None, :]
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + b)
-    inside = (channel < channels) & (column < WIDTH) & (slot >= 0)
+    inside = (channel < channels) & (slot >= 0)
+    x_ptr += b * stride_x
     state_ptr = states_ptr + slot * stride_slot
-    # the token itself is at position 0
-    position = column - (WIDTH - 1)
-    inputs = inputs_at(x_ptr + b * stride_x, state_ptr, position, channel, inside, 0, WIDTH)
-    weight = tl.load(weight_ptr + channel * WIDTH + column, mask=inside, other=0.0)
-    y = tl.sum(inputs.to(tl.float32) * weight.to(tl.float32), axis=1, keep_dims=True)
+    y = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, WIDTH):
+        # the token itself is at position 0
+        x = inputs_at(x_ptr, state_ptr, i - (WIDTH - 1), channel, inside, 0, WIDTH)
+        weight = tl.load(weight_ptr + channel * WIDTH + i, mask=inside, other=0.0)
+        y += weight.to(tl.float32) * x.to(tl.float32)
+        # one place further to the left, where the thread has read already
+        is_kept = inside & (i > 0)
+        tl.store(state_ptr + channel * (WIDTH - 1) + i - 1, x, mask=is_kept)
     tl.store(y_ptr + b * channels + channel, y.to(y_ptr.dtype.element_ty), mask=channel < channels)
-    tl.debug_barrier()  # every thread has read the state before any thread writes it
-    is_kept = inside & (column > 0)  # all but the oldest, one place further to the left
-    tl.store(state_ptr + channel * (WIDTH - 1) + column - 1, inputs, mask=is_kept)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -99,7 +99,7 @@ def conv_prompts_kernel(
             has_state = tl.load(has_state_ptr + sequence) != 0
         token = (first + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
         y = tl.zeros((BLOCK_T, BLOCK), tl.float32)
-        for i in tl.static_range(WIDTH):
+        for i in range(0, WIDTH):
             position = token - (WIDTH - 1) + i
             inside = in_channel[None, :] & (token < length) & ((position >= 0) | has_state)
             x = inputs_at(x_ptr, state_ptr, position, channel[None, :], inside, stride_x, WIDTH)
@@ -112,10 +112,10 @@ def conv_prompts_kernel(
         )
         if first == 0:
             column = tl.arange(0, BLOCK_W)[None, :]
-            position = length.to(tl.int64) - (WIDTH - 1) + column
+            last = length.to(tl.int64) - (WIDTH - 1) + column
             kept = in_channel[:, None] & (column < WIDTH - 1)
-            inside = kept & ((position >= 0) | has_state)
-            new = inputs_at(x_ptr, state_ptr, position, channel[:, None], inside, stride_x, WIDTH)
+            in_state = kept & ((last >= 0) | has_state)
+            new = inputs_at(x_ptr, state_ptr, last, channel[:, None], in_state, stride_x, WIDTH)
             tl.debug_barrier()  # every thread has read the state before any thread writes it
             tl.store(state_ptr + channel[:, None] * (WIDTH - 1) + column, new, mask=kept)
 
@@ -142,7 +142,6 @@ def conv_step(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor) -> Tenso
             x.stride(0),
             states.stride(0),
             WIDTH=width,
-            BLOCK_W=triton.next_power_of_2(width),
             BLOCK=CHANNELS,
             num_warps=2,
         )

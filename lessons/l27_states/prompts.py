@@ -14,9 +14,9 @@ from lessons.l27_states.arguments import check_heads, check_sequences, check_slo
 from lessons.l27_states.chunk_kernels import outputs_kernel, prepare_kernel, states_kernel
 from lessons.toolbox.kernels.triton_ import triton
 
-CHUNK = 64  # tokens; a power of two, 16 or more for tl.dot
-COLUMNS = 32  # of the values, for one program
-NUM_WARPS = 4
+CHUNK = 32  # tokens; a power of two, 16 or more for tl.dot
+COLUMNS = 16  # of the values, for one program
+NUM_WARPS, NUM_STAGES = 4, 1
 
 
 def gated_delta_prompts(
@@ -119,6 +119,7 @@ class Launches(NamedTuple):
             BLOCK_K=triton.next_power_of_2(max(key_dim, 16)),
             BLOCK_V=min(COLUMNS, triton.next_power_of_2(max(value_dim, 16))),
             num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
         )
 
     @property

@@ -32,6 +32,7 @@ from lessons.l27_states.naive import (
     linear_attention_recurrent,
     retnet_log_decay,
 )
+from lessons.l27_states.optimized import state_step_kernel
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.proof.numerics import NotEquivalent, assert_same_bits, poisoned, prove
 from lessons.toolbox.proof.planted import with_bug
@@ -212,14 +213,14 @@ STEPS = [(1, 1, 16, 16), (3, 2, 128, 128), (4, 3, 20, 40), (2, 1, 1, 1), (2, 2, 
 def test_a_step_of_states_in_slots(shape, dtype, seed, proof):
     """Other slots hold poison, and keep it; a row of padding gives zeros."""
     *tensors, states, slots = step_inputs(*shape, dtype, seed=seed)
-    kernel = optimized.state_step_kernel
     given = (*tensors, states, slots)
     proof.record(
-        kernel, prove(optimized.gated_delta_step, step_by(gated_delta_rule), given, mutates=(5,))
+        state_step_kernel,
+        prove(optimized.gated_delta_step, step_by(gated_delta_rule), given, mutates=(5,)),
     )
     given = (*tensors[:4], states, slots)
     proof.record(
-        kernel,
+        state_step_kernel,
         prove(optimized.decayed_step, step_by(decayed_linear_attention), given, mutates=(4,)),
     )
 
@@ -228,7 +229,7 @@ def test_a_step_of_states_in_slots(shape, dtype, seed, proof):
 def test_steps_of_hard_inputs(kind, seed, proof):
     given = step_inputs(3, 2, 16, 16, kind=kind, seed=seed)
     proof.record(
-        optimized.state_step_kernel,
+        state_step_kernel,
         prove(optimized.gated_delta_step, step_by(gated_delta_rule), given, mutates=(5,)),
     )
 

@@ -15,8 +15,8 @@ CHUNKS = {
         "a = tl.where(row >= column, beta[:, None]",
     ),
     "keys do not fade to the chunk's end": (
-        "tl.dot(tl.trans(k * until_end[:, None]), u",
-        "tl.dot(tl.trans(k), u",
+        "faded = k.to(tl.float32) * until_end[:, None]",
+        "faded = k.to(tl.float32)",
     ),
     "the state does not fade over a chunk": (
         "state = tl.exp(tl.sum(g)) * state + added",
@@ -56,12 +56,12 @@ CONVOLUTION = {
     "the state backwards": ("WIDTH - 1 + position\n", "0 - 1 - position\n"),
     "the token itself is left out": ("token - (WIDTH - 1) + i", "token - WIDTH + i"),
     "the state of a short prompt is not shifted": (
-        "position = length.to(tl.int64) - (WIDTH - 1) + column",
-        "position = tl.maximum(length, WIDTH - 1).to(tl.int64) - (WIDTH - 1) + column",
+        "last = length.to(tl.int64) - (WIDTH - 1) + column",
+        "last = tl.maximum(length, WIDTH - 1).to(tl.int64) - (WIDTH - 1) + column",
     ),
     "what an earlier request left is read": (
-        "inside = kept & ((position >= 0) | has_state)",
-        "inside = kept",
+        "in_state = kept & ((last >= 0) | has_state)",
+        "in_state = kept",
     ),
 }
 
@@ -75,10 +75,10 @@ def test_a_planted_bug_of_the_convolution_is_found(bug, seed, tmp_path):
 
 
 STEPS = {
-    "weights are kept, not inputs": ("+ column - 1, inputs", "+ column - 1, weight"),
+    "weights are kept, not inputs": ("+ i - 1, x, mask", "+ i - 1, weight, mask"),
     "the oldest input is left out": (
-        "inputs.to(tl.float32) * weight.to(tl.float32), axis=1",
-        "tl.where(column > 0, inputs, 0.0).to(tl.float32) * weight.to(tl.float32), axis=1",
+        "y += weight.to(tl.float32) * x.to(tl.float32)",
+        "y += tl.where(i > 0, weight, 0.0).to(tl.float32) * x.to(tl.float32)",
     ),
 }
 

@@ -2,13 +2,19 @@
 
 import pytest
 
-from lessons.l27_states.lab.specs import KERNELS
+from lessons.l27_states.lab.specs import KERNELS, WITH_MATRIX_UNITS
 from lessons.toolbox.proof.compiled import Bounds
 
 BOUNDS = {
     # A state is most of what a step moves: its rows are read 16 bytes at a time.
     "wide loads of a step": Bounds("^step", loads_128bit=8, local_memory=0, matrix=False),
-    "chunks": Bounds("^(prepare|states|outputs)", local_memory=0),
+    # float32 as three products of tf32; without matrix units they would not fit the registers
+    "chunks": Bounds(
+        "^(prepare|states|outputs)",
+        WITH_MATRIX_UNITS,
+        matrix=True,
+        spill_bytes={"states_delta": 80, "outputs": 64},
+    ),
     "the convolution": Bounds("^conv", local_memory=0, matrix=False),
 }
 

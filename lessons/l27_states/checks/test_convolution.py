@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lessons.l27_states import convolution
+from lessons.l27_states.convolution import conv_prompts_kernel, conv_step_kernel
 from lessons.l27_states.lab.testing import conv_by_heads, conv_inputs
 from lessons.toolbox.proof.numerics import prove
 
@@ -19,7 +20,7 @@ CONVOLUTIONS = [([5], 3, 4), ([1, 0, 2, 70], 65, 4), ([33, 3], 20, 2), ([4, 1], 
 def test_the_convolution_of_packed_prompts(shape, dtype, seed, proof):
     given = conv_inputs(*shape, dtype, seed)
     errors = prove(convolution.conv_prompts, conv_by_heads, given, mutates=(2,))
-    proof.record(convolution.conv_prompts_kernel, errors)
+    proof.record(conv_prompts_kernel, errors)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 9])
@@ -28,4 +29,4 @@ def test_the_convolution_of_a_step(width, seed, proof):
     slots[1] = -1
     given = (x, weight, states.nan_to_num(3.0), slots)
     errors = prove(convolution.conv_step, conv_by_heads, given, mutates=(2,))
-    proof.record(convolution.conv_step_kernel, errors)
+    proof.record(conv_step_kernel, errors)

@@ -5,7 +5,8 @@ are in slots.
 import pytest
 import torch
 
-from lessons.l27_states import chunk_kernels, optimized, prompts
+from lessons.l27_states import optimized, prompts
+from lessons.l27_states.chunk_kernels import outputs_kernel, prepare_kernel, states_kernel
 from lessons.l27_states.lab.testing import (
     DEVICE,
     KINDS,
@@ -52,10 +53,10 @@ def proved(shape, dtype=torch.float32, kind="normal", seed=0, room=prompts):
 def recorded(proof, errors):
     """Both proofs, for the kernels that took part in them."""
     delta, decayed = errors
-    proof.record(chunk_kernels.prepare_kernel, delta)
+    proof.record(prepare_kernel, delta)
     for each in (delta, decayed):
-        proof.record(chunk_kernels.states_kernel, each)
-        proof.record(chunk_kernels.outputs_kernel, each)
+        proof.record(states_kernel, each)
+        proof.record(outputs_kernel, each)
 
 
 @pytest.mark.parametrize("shape", PROMPTS, ids=str)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lessons.l27_states import stand_ins
 from lessons.l27_states.convolution import conv_prompts, conv_step
 from lessons.l27_states.lab.testing import conv_inputs, on_device, prompt_inputs, step_inputs
 from lessons.l27_states.optimized import decayed_step, gated_delta_step
@@ -24,14 +25,19 @@ def calls():
     def without_beta(arguments):
         return {name: x for name, x in arguments.items() if name != "beta"}
 
-    return {
-        "gated_delta_step": (gated_delta_step, step),
-        "decayed_step": (decayed_step, without_beta(step)),
-        "gated_delta_prompts": (gated_delta_prompts, packed),
-        "decayed_prompts": (decayed_prompts, without_beta(packed)),
-        "conv_step": (conv_step, one),
-        "conv_prompts": (conv_prompts, channels),
+    given = {
+        gated_delta_step: step,
+        decayed_step: without_beta(step),
+        gated_delta_prompts: packed,
+        decayed_prompts: without_beta(packed),
+        conv_step: one,
+        conv_prompts: channels,
     }
+    kernels = {function.__name__: (function, rest) for function, rest in given.items()}
+    on_a_cpu = {
+        f"{name}, stand-in": (getattr(stand_ins, name), rest) for name, (_, rest) in kernels.items()
+    }
+    return kernels | on_a_cpu
 
 
 @pytest.mark.parametrize("name", calls())
@@ -58,7 +64,7 @@ def test_refuses_slots_that_are_not_there(name):
         assert_message(function, {**arguments, "slots": on_device(slots)}, message)
 
 
-@pytest.mark.parametrize("name", ["gated_delta_prompts", "decayed_prompts", "conv_prompts"])
+@pytest.mark.parametrize("name", [name for name in calls() if "prompts" in name])
 def test_refuses_lengths_that_do_not_fit(name):
     function, arguments = calls()[name]
     for starts in ([0, 5, 8, 13], [1, 5, 8, 12], [0, 8, 5, 12]):

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from lessons.l03_kv_cache.lab.workload import DTYPE, ON_GPU, THREADS, TOLERANCE, read_floor_s
 from lessons.l27_states import stand_ins
-from lessons.l27_states.costs import QWEN3_NEXT
+from lessons.l27_states.lab.costs import QWEN3_NEXT
 from lessons.l27_states.lab.testing import packed_by, step_by
 from lessons.l27_states.naive import gated_delta_rule
 from lessons.toolbox.measure.bench import Benchmark

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lessons.l27_states.costs import QWEN3_NEXT, Hybrid, even_memory
+from lessons.l27_states.lab.costs import QWEN3_NEXT, Hybrid, even_memory
 from lessons.l27_states.lab.needle import (
     DECAY,
     FEW_KEYS,
@@ -66,7 +66,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def states_over_time(decay: float, replaces: bool) -> list[Tensor]:
+def states_of(decay: float, replaces: bool) -> list[Tensor]:
     """The state after each of SHOWN: [SIZE, SIZE]."""
     k, v = tokens()
     found = []
@@ -94,7 +94,7 @@ def draw_state(decay: float = 0.8) -> ClassFigure:
     ax.remove()
     axes = fig.subplots(len(SHOWN), len(RULE_NAMES))
     for column, (title, fades, replaces) in enumerate(RULE_NAMES.values()):
-        states = states_over_time(decay if fades < 1 else 1.0, replaces)
+        states = states_of(decay if fades < 1 else 1.0, replaces)
         for row, (when, state) in enumerate(zip(SHOWN, states)):
             ax = axes[row, column]
             ax.imshow(state.numpy(), vmin=0, vmax=2, cmap="Blues")

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from lessons.l27_states.costs import QWEN3_NEXT
+from lessons.l27_states.lab.costs import QWEN3_NEXT
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.measure.hardware import lookup
 

@@ -10,7 +10,8 @@ from lessons.toolbox.kernels.triton_ import triton
 
 ROOM = "lessons.l27_states"
 KEY_DIM = VALUE_DIM = 128  # of a head of Qwen3-Next; Mamba-2's states are 128 by 64
-CHANNELS, WIDTH = 8192, 4
+WIDTH = 4
+WITH_MATRIX_UNITS = (80, 89, 90, 100)  # a T4 has none for tf32
 SIZES = {"KEY_DIM": KEY_DIM, "VALUE_DIM": VALUE_DIM, "BLOCK_K": KEY_DIM}
 
 
@@ -73,7 +74,9 @@ def chunk_spec(kernel: str, dtype: str, delta: bool = True) -> KernelSpec:
         signature=pointers | dict.fromkeys(of, "i32"),
         constexprs=constexprs,
         num_warps=prompts.NUM_WARPS,
+        num_stages=prompts.NUM_STAGES,
         divisible_by_16=of,
+        chips=WITH_MATRIX_UNITS,
     )
 
 
@@ -81,12 +84,12 @@ def conv_spec(kernel: str, dtype: str) -> KernelSpec:
     """conv_step or conv_prompts."""
     counts = ("stride_x", "stride_slot")
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "states_ptr", "y_ptr"), f"*{dtype}")
-    constexprs = {"WIDTH": WIDTH, "BLOCK_W": triton.next_power_of_2(WIDTH)}
-    constexprs["BLOCK"] = convolution.CHANNELS
+    constexprs = {"WIDTH": WIDTH, "BLOCK": convolution.CHANNELS}
     num_warps = 2
     if kernel == "conv_prompts":
         pointers |= {"cu_seqlens_ptr": "*i32", "has_state_ptr": "*i1", "num_tokens": "i32"}
         constexprs |= {"HAS_STATE": True, "BLOCK_T": convolution.TOKENS}
+        constexprs["BLOCK_W"] = triton.next_power_of_2(WIDTH)
         num_warps = 4
     return KernelSpec(
         f"{ROOM}.convolution:{kernel}_kernel",

@@ -1,7 +1,7 @@
 """What a layer with a state costs beside one with a cache: bytes that it keeps, bytes that a step
 moves, FLOPs of a prompt, and the context from which it wins.
 
-    python -m lessons.l27_states.costs          the table for Qwen3-Next
+    python -m lessons.l27_states.lab.costs          the table for Qwen3-Next
 
 All are counts from shapes, nothing is measured. States are float32, K and V and a convolution's
 inputs 16 bits. Shapes: config.json of Qwen3-Next-80B-A3B, as transformers' Qwen3NextConfig has it.
