@@ -1,22 +1,24 @@
-"""transformers' Qwen3-Next in float64, also where its code says float32: in its norms, its router
-and its delta rule.
+"""transformers' hybrids in float64, also where their code says float32: in norms, routers and the
+delta rule.
 
-A random model of that family grows an error of float32 by 10⁴, because the norm after a state makes
-small outputs as large as others. In float64 the two sides differ by about 1e-12, so a slip that
-changes little is seen too.
+A random Qwen3-Next grows an error of float32 by 10⁴, because the norm after a state makes small
+outputs as large as others. In float64 the two sides differ by about 1e-12, so a slip that changes
+little is seen too.
 """
 
 import lessons  # isort: skip  # noqa: F401 (before transformers, which imports triton)
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
+FAMILIES = ("qwen3_next", "lfm2")
 FLOAT = Tensor.float
 
 
@@ -27,16 +29,13 @@ class WideTorch:
         return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
 
-class Rotary(modeling.Qwen3NextRotaryEmbedding):
-    """Its angles in float32, as all of ours are."""
-
-    def forward(self, x, position_ids):
-        with patch.object(Tensor, "float", FLOAT), patch.object(modeling, "torch", torch):
-            return super().forward(x, position_ids)
+def modeling_of(model: PreTrainedModel) -> ModuleType:
+    """The module of transformers that has the family's code."""
+    return sys.modules[type(model).__module__]
 
 
 @contextmanager
-def in_float64() -> Iterator[None]:
+def in_float64(modeling: ModuleType) -> Iterator[None]:
     """Inside it the family's code computes in float64."""
     with (
         patch.object(modeling, "torch", WideTorch()),
@@ -46,13 +45,22 @@ def in_float64() -> Iterator[None]:
 
 
 def widened(model: PreTrainedModel) -> PreTrainedModel:
-    """A Qwen3-Next of transformers, its weights in float64, in place."""
-    model.double().model.rotary_emb.__class__ = Rotary
+    """A model of transformers, its weights in float64, in place; its angles stay in float32, as all
+    of ours are.
+    """
+    rotary, modeling = model.double().model.rotary_emb, modeling_of(model)
+    turn = rotary.forward
+
+    def in_float32(*args, **named):
+        with patch.object(Tensor, "float", FLOAT), patch.object(modeling, "torch", torch):
+            return turn(*args, **named)
+
+    rotary.forward = in_float32
     return model
 
 
 @torch.no_grad()
 def exact_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The logits of a widened model after each of the tokens: [T] -> [T, V] float64."""
-    with in_float64():
+    with in_float64(modeling_of(model)):
         return model(tokens[None]).logits[0]

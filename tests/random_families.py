@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -26,7 +27,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
 from reference.features.states.generate import whole_sequence
 from reference.ladder.rungs import rungs_of
-from tests.exact_peer import exact_logits, widened
+from tests import exact_peer
 from tests.test_deepseek import PLAIN, random_model
 from tests.test_families import theirs_of
 
@@ -121,6 +122,20 @@ def qwen3_next(chosen: int | None = None) -> Qwen3NextConfig:
     )
 
 
+def lfm2() -> Lfm2Config:
+    shape = random_shape()
+    layers, kinds = shape["num_hidden_layers"], ["conv", "full_attention"]
+    return Lfm2Config(
+        norm_eps=shape.pop("rms_norm_eps"),
+        **shape,
+        conv_L_cache=random.choice([2, 3, 4]),
+        block_auto_adjust_ff_dim=random.random() < 0.5,
+        block_multiple_of=random.choice([1, 7, 16]),
+        block_ffn_dim_multiplier=random.choice([1.0, 1.3]),
+        layer_types=random.sample(kinds, 2) + random.choices(kinds, k=layers - 2),
+    )
+
+
 def phi3() -> Phi3Config:
     share, original = random.choice([1.0, 0.5, 0.75]), random.choice([6, 20, 100])
     shape = random_shape()
@@ -199,6 +214,7 @@ FAMILIES = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "lfm2": lfm2,
     "phi3": phi3,
     "gpt_oss": gpt_oss,
     "gemma2": gemma2,
@@ -220,14 +236,14 @@ def saved_and_loaded(config: PreTrainedConfig, folder: Path) -> tuple[PreTrained
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **PLAIN).eval()
     else:
         theirs.save_pretrained(folder, **shards)
-    if config.model_type == "qwen3_next":
-        return widened(theirs), load_decoder(folder, dtype=torch.float64)
+    if config.model_type in exact_peer.FAMILIES:
+        return exact_peer.widened(theirs), load_decoder(folder, dtype=torch.float64)
     return theirs, load_decoder(folder)
 
 
 def logits_of(theirs: PreTrainedModel, tokens: Tensor) -> Tensor:
     """transformers' logits after each of the tokens, in the dtype of its weights: [T, V]."""
-    return (exact_logits if theirs.dtype == torch.float64 else theirs_of)(theirs, tokens)
+    return (exact_peer.exact_logits if theirs.dtype == torch.float64 else theirs_of)(theirs, tokens)
 
 
 def prompts_of(model: Decoder, lengths=LENGTHS) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen3NextConfig
+from transformers import Lfm2Config, Qwen3NextConfig
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
@@ -29,13 +29,23 @@ from tests.random_families import saved_and_loaded
 pytestmark = pytest.mark.usefixtures("seed")
 VOCAB, LONGEST, MOST = 61, 20, 16  # MOST: tokens of an answer
 DRAWN = 3  # answers to a prompt that draws
-SHAPE = Qwen3NextConfig(
+SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=24,
     intermediate_size=32,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
+    max_position_embeddings=64,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+LFM2 = Lfm2Config(
+    **SIZES, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
+)
+QWEN3_NEXT = Qwen3NextConfig(
+    **SIZES,
     head_dim=8,
     partial_rotary_factor=0.5,
     linear_num_key_heads=2,
@@ -47,17 +57,13 @@ SHAPE = Qwen3NextConfig(
     num_experts=4,
     num_experts_per_tok=2,
     layer_types=["linear_attention", "full_attention"] * 2,
-    max_position_embeddings=64,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
 )
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
+@pytest.fixture(scope="module", params=[QWEN3_NEXT, LFM2], ids=["qwen3_next", "lfm2"])
+def models(request, tmp_path_factory):
     """transformers' model and ours, both in float64."""
-    return saved_and_loaded(SHAPE, tmp_path_factory.mktemp("hybrid"))
+    return saved_and_loaded(request.param, tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")

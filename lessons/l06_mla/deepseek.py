@@ -31,6 +31,7 @@ from lessons.l02_naive_attention.variants.olmo import OlmoDecoder
 from lessons.l02_naive_attention.variants.parallel import CohereDecoder, PhiDecoder
 from lessons.l02_naive_attention.variants.starcoder2 import Starcoder2Decoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
+from lessons.l06_mla.lfm2 import Lfm2Decoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.l06_mla.qwen3_next import Qwen3NextDecoder
 from lessons.toolbox.model.checkpoint import load_config
@@ -236,7 +237,7 @@ def decoder_class(config: ModelConfig) -> type[Decoder]:
     if config.multipliers is not None:
         return GraniteDecoder
     if config.state is not None:
-        return Qwen3NextDecoder
+        return Lfm2Decoder if config.state.matrix_shape is None else Qwen3NextDecoder
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

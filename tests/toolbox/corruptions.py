@@ -127,6 +127,16 @@ CONFIGS = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
+    "lfm2": {key: BASE[key] for key in BASE if key not in ("rms_norm_eps", "hidden_act")}
+    | dict(
+        norm_eps=1e-5,
+        conv_L_cache=3,
+        conv_bias=False,
+        block_auto_adjust_ff_dim=True,
+        block_multiple_of=8,
+        block_ffn_dim_multiplier=1.0,
+        layer_types=["conv", "full_attention"],
+    ),
     "phi3": BASE
     | dict(
         rope_scaling=LONGROPE, original_max_position_embeddings=8, sliding_window=7, pad_token_id=0
@@ -326,7 +336,8 @@ def is_small(config: ModelConfig) -> bool:
         widths += [config.moe.moe_intermediate_size * max(1, config.moe.n_shared_experts)]
         experts = config.moe.n_routed_experts
     if config.state:
-        widths += [config.state.conv_dim, config.state.linear_conv_kernel_dim]
+        widths += config.state.conv_shape
+    if config.moe and config.moe.shared_expert_intermediate_size:
         widths += [config.moe.shared_expert_intermediate_size]
     return max(widths) <= 1024 and config.num_hidden_layers * experts <= 128
 

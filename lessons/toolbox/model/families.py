@@ -1,8 +1,8 @@
 """Which models the course reads, and how each family's config becomes fields of ModelConfig.
 
 A new family is one row of FAMILIES and one function that gives the fields of its own. The functions
-get transformers' config, whose defaults and types are already in place. dense_families.py and
-expert_families.py have more of both.
+get transformers' config, whose defaults and types are already in place. dense_families.py,
+expert_families.py and state_families.py have more of both.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from lessons.toolbox.model.expert_families import (
 )
 from lessons.toolbox.model.family import Family
 from lessons.toolbox.model.family_windows import layer_windows, local_rope, same_windows
+from lessons.toolbox.model.state_families import STATES
 
 
 def _llama(config) -> dict[str, Any]:
@@ -39,12 +40,6 @@ def _qwen2(config) -> dict[str, Any]:
 def _qwen3(config) -> dict[str, Any]:
     bias = config.attention_bias
     return dict(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=layer_windows(config))
-
-
-def _qwen3_next(config) -> dict[str, Any]:
-    from lessons.toolbox.model.state_config import qwen3_next  # here: few models have states
-
-    return qwen3_next(config)
 
 
 def _phi3(config) -> dict[str, Any]:
@@ -88,9 +83,6 @@ QWEN2_SHARED = {
     "shared_experts.output_gate": "shared_expert_gate.weight",
     "shared_experts": "shared_expert",
 }
-STATES = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
-OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
-QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()} | QWEN2_SHARED
 EXPERTS = "num_key_value_heads num_experts_per_tok"
 QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
 QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
@@ -99,102 +91,101 @@ DEEPSEEK_V3_READS = "attention_bias routed_scaling_factor norm_topk_prob rope_in
 DEEPSEEK_V3_ROUTER = dict(scoring_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc")
 DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
 
-FAMILIES = {
-    "llama": Family(_llama, reads="head_dim attention_bias mlp_bias"),
-    # With layer_types a mistral is a ministral to transformers; without them they are the same.
-    "mistral": Family(_mistral, "num_key_value_heads", MISTRAL, read_as="ministral"),
-    "ministral": Family(_mistral, "num_key_value_heads", MISTRAL),
-    "qwen2": Family(_qwen2, "num_key_value_heads", f"head_dim {WINDOWS}"),
-    "qwen3": Family(_qwen3, "num_key_value_heads head_dim", f"attention_bias {WINDOWS}"),
-    "mixtral": Family(
-        mixtral,
-        f"{EXPERTS} num_local_experts",
-        "head_dim sliding_window",
-        fixed=dict(router_jitter_noise=0.0),
-        also_called=dict(num_experts="num_local_experts"),
-        stored_as=dict(mlp="block_sparse_moe", gate_proj="w1", down_proj="w2", up_proj="w3"),
-    ),
-    "qwen3_moe": Family(
-        qwen3_moe,
-        QWEN3_EXPERTS,
-        f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
-        also_called=dict(num_local_experts="num_experts"),
-    ),
-    "qwen3_next": Family(
-        _qwen3_next,
-        f"{QWEN3_EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {STATES}",
-        f"attention_bias norm_topk_prob {QWEN3_DENSE} partial_rotary_factor layer_types "
-        "full_attention_interval",
-        stored_as=QWEN3_NEXT,
-    ),
-    "phi3": Family(
-        _phi3,
-        "num_key_value_heads",
-        "sliding_window partial_rotary_factor original_max_position_embeddings",
-        rope_types="default longrope",
-        fixed=dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False),  # Phi-4's
-        stored_as=PHI3_MERGED,
-    ),
-    "gpt_oss": Family(
-        gpt_oss,
-        f"{EXPERTS} num_local_experts head_dim sliding_window",
-        "attention_bias layer_types initial_context_length",
-        fixed=dict(swiglu_limit=7.0),
-        also_called=dict(num_experts="num_local_experts", experts_per_token="num_experts_per_tok"),
-    ),
-    "gemma2": Family(
-        _gemma2,
-        f"num_key_value_heads head_dim sliding_window {GEMMA2_NUMBERS}",
-        "attention_bias layer_types",
-        fixed=dict(hidden_act="gelu_pytorch_tanh"),
-        stored_as=GEMMA_NORMS,
-    ),
-    "gemma3_text": Family(
-        _gemma3,
-        "num_key_value_heads head_dim query_pre_attn_scalar sliding_window",
-        "attention_bias final_logit_softcapping rope_local_base_freq sliding_window_pattern "
-        "layer_types",
-        rope_types="default linear",
-        stored_as=GEMMA_NORMS,
-        rope_by_layer=True,
-    ),
-    "deepseek_v2": Family(
-        deepseek_v2,
-        DEEPSEEK,
-        "attention_bias routed_scaling_factor n_group topk_group topk_method",
-        # DeepSeek's code divides by the sum that norm_topk_prob asks for, transformers does not
-        fixed=dict(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False),
-        predicts_further=True,
-    ),
-    "deepseek_v3": Family(
-        deepseek_v3,
-        f"{DEEPSEEK} n_group topk_group",
-        DEEPSEEK_V3_READS,
-        fixed=DEEPSEEK_V3_ROUTER,
-        predicts_further=True,
-    ),
-    "kimi_k2": Family(
-        deepseek_v3,
-        f"{DEEPSEEK} n_group topk_group",
-        DEEPSEEK_V3_READS,
-        fixed=DEEPSEEK_V3_ROUTER,
-        read_as="deepseek_v3",
-        predicts_further=True,
-    ),
-    "glm4_moe": Family(
-        glm4_moe,
-        f"num_key_value_heads head_dim {MOE_SIZES}",
-        "attention_bias partial_rotary_factor use_qk_norm n_group topk_group norm_topk_prob "
-        "routed_scaling_factor",
-        also_called=dict(num_local_experts="n_routed_experts"),
-        predicts_further=True,
-    ),
-    "qwen2_moe": Family(
-        qwen2_moe,
-        f"{QWEN3_EXPERTS} shared_expert_intermediate_size",
-        f"head_dim qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
-        also_called=dict(num_local_experts="num_experts"),
-        stored_as=QWEN2_SHARED,
-        may_be_zero="sliding_window",  # as transformers writes a window that is not in use
-    ),
-} | DENSE
+FAMILIES = (
+    {
+        "llama": Family(_llama, reads="head_dim attention_bias mlp_bias"),
+        # With layer_types a mistral is a ministral to transformers; without them they are the same.
+        "mistral": Family(_mistral, "num_key_value_heads", MISTRAL, read_as="ministral"),
+        "ministral": Family(_mistral, "num_key_value_heads", MISTRAL),
+        "qwen2": Family(_qwen2, "num_key_value_heads", f"head_dim {WINDOWS}"),
+        "qwen3": Family(_qwen3, "num_key_value_heads head_dim", f"attention_bias {WINDOWS}"),
+        "mixtral": Family(
+            mixtral,
+            f"{EXPERTS} num_local_experts",
+            "head_dim sliding_window",
+            fixed=dict(router_jitter_noise=0.0),
+            also_called=dict(num_experts="num_local_experts"),
+            stored_as=dict(mlp="block_sparse_moe", gate_proj="w1", down_proj="w2", up_proj="w3"),
+        ),
+        "qwen3_moe": Family(
+            qwen3_moe,
+            QWEN3_EXPERTS,
+            f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
+            also_called=dict(num_local_experts="num_experts"),
+        ),
+        "phi3": Family(
+            _phi3,
+            "num_key_value_heads",
+            "sliding_window partial_rotary_factor original_max_position_embeddings",
+            rope_types="default longrope",
+            fixed=dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False),  # Phi-4's
+            stored_as=PHI3_MERGED,
+        ),
+        "gpt_oss": Family(
+            gpt_oss,
+            f"{EXPERTS} num_local_experts head_dim sliding_window",
+            "attention_bias layer_types initial_context_length",
+            fixed=dict(swiglu_limit=7.0),
+            also_called=dict(
+                num_experts="num_local_experts", experts_per_token="num_experts_per_tok"
+            ),
+        ),
+        "gemma2": Family(
+            _gemma2,
+            f"num_key_value_heads head_dim sliding_window {GEMMA2_NUMBERS}",
+            "attention_bias layer_types",
+            fixed=dict(hidden_act="gelu_pytorch_tanh"),
+            stored_as=GEMMA_NORMS,
+        ),
+        "gemma3_text": Family(
+            _gemma3,
+            "num_key_value_heads head_dim query_pre_attn_scalar sliding_window",
+            "attention_bias final_logit_softcapping rope_local_base_freq sliding_window_pattern "
+            "layer_types",
+            rope_types="default linear",
+            stored_as=GEMMA_NORMS,
+            rope_by_layer=True,
+        ),
+        "deepseek_v2": Family(
+            deepseek_v2,
+            DEEPSEEK,
+            "attention_bias routed_scaling_factor n_group topk_group topk_method",
+            # DeepSeek's code divides by the sum that norm_topk_prob asks for, transformers does not
+            fixed=dict(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False),
+            predicts_further=True,
+        ),
+        "deepseek_v3": Family(
+            deepseek_v3,
+            f"{DEEPSEEK} n_group topk_group",
+            DEEPSEEK_V3_READS,
+            fixed=DEEPSEEK_V3_ROUTER,
+            predicts_further=True,
+        ),
+        "kimi_k2": Family(
+            deepseek_v3,
+            f"{DEEPSEEK} n_group topk_group",
+            DEEPSEEK_V3_READS,
+            fixed=DEEPSEEK_V3_ROUTER,
+            read_as="deepseek_v3",
+            predicts_further=True,
+        ),
+        "glm4_moe": Family(
+            glm4_moe,
+            f"num_key_value_heads head_dim {MOE_SIZES}",
+            "attention_bias partial_rotary_factor use_qk_norm n_group topk_group norm_topk_prob "
+            "routed_scaling_factor",
+            also_called=dict(num_local_experts="n_routed_experts"),
+            predicts_further=True,
+        ),
+        "qwen2_moe": Family(
+            qwen2_moe,
+            f"{QWEN3_EXPERTS} shared_expert_intermediate_size",
+            f"head_dim qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
+            also_called=dict(num_local_experts="num_experts"),
+            stored_as=QWEN2_SHARED,
+            may_be_zero="sliding_window",  # as transformers writes a window that is not in use
+        ),
+    }
+    | DENSE
+    | STATES
+)

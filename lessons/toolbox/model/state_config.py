@@ -1,25 +1,87 @@
 """Layers that keep a state of fixed size for each sequence, in the place of K and V (lesson 27)."""
 
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
 from lessons.toolbox.model.arguments import check_kind, check_whole, named, refuse
 from lessons.toolbox.model.config import ModelConfig, MoEConfig
 
-HAS_STATE, ATTENDS = "linear_attention", "full_attention"
+HAS_STATE, ATTENDS, CONVOLVES = "linear_attention", "full_attention", "conv"
 SIZES = """linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
     linear_conv_kernel_dim"""
 
 
 @dataclass(frozen=True)
-class StateConfig:
-    """Gated DeltaNet beside attention, under the names of Qwen3-Next's config.json. Raises
-    ValueError.
+class Kinds:
+    """Which layers keep a state, and which keep K and V. Raises ValueError.
 
-    layer_types: of each layer "linear_attention", which keeps a state, or "full_attention".
+    layer_types: of each layer KEEPS, which a subclass names, or "full_attention".
     """
 
+    KEEPS: ClassVar[str] = HAS_STATE
     layer_types: tuple[str, ...]
+
+    def __post_init__(self):
+        check_kind(tuple, "a tuple", layer_types=self.layer_types)
+        if set(self.layer_types) != {self.KEEPS, ATTENDS}:
+            accepted = f"both {self.KEEPS} and {ATTENDS}, and no other"
+            refuse("layer_types", self.layer_types, accepted)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == self.KEEPS)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep K and V."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == ATTENDS)
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """What the convolution of a layer keeps of a sequence: [C, W - 1], its last inputs."""
+        raise NotImplementedError
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        """The state of a layer's heads: [H, Dk, Dv]; None: it has a convolution alone."""
+        return None
+
+    def bytes_per_sequence(self, bytes_per_value: int) -> int:
+        """What a sequence keeps in these layers, however long it is. bytes_per_value: of the
+        model's dtype; the matrices, to which each token adds, have 4 bytes at least.
+        """
+        matrices = prod(self.matrix_shape or (0,)) * max(4, bytes_per_value)
+        return len(self.layers) * (prod(self.conv_shape) * bytes_per_value + matrices)
+
+
+@dataclass(frozen=True)
+class ConvConfig(Kinds):
+    """Short convolutions beside attention, under the names of LFM2's config.json. Raises
+    ValueError.
+    """
+
+    KEEPS: ClassVar[str] = CONVOLVES
+    hidden_size: int  # of the model, each coordinate a channel
+    conv_L_cache: int  # tokens that the convolution mixes, the newest one included
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_whole(hidden_size=self.hidden_size)
+        check_whole(2, conv_L_cache=self.conv_L_cache)
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.hidden_size, self.conv_L_cache - 1
+
+
+@dataclass(frozen=True)
+class StateConfig(Kinds):
+    """Gated DeltaNet beside attention, under the names of Qwen3-Next's config.json. Raises
+    ValueError.
+    """
+
     linear_num_key_heads: int
     linear_num_value_heads: int  # a multiple of them: so many value heads share a q and a k
     linear_key_head_dim: int
@@ -27,26 +89,14 @@ class StateConfig:
     linear_conv_kernel_dim: int  # tokens that the convolution mixes, the newest one included
 
     def __post_init__(self):
-        check_kind(tuple, "a tuple", layer_types=self.layer_types)
+        super().__post_init__()
         check_whole(**named(self, SIZES))
         check_whole(2, linear_conv_kernel_dim=self.linear_conv_kernel_dim)
-        if set(self.layer_types) != {HAS_STATE, ATTENDS}:
-            refuse("layer_types", self.layer_types, f"both {HAS_STATE} and {ATTENDS}, and no other")
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of "
                 f"linear_num_key_heads ({self.linear_num_key_heads})"
             )
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that keep a state."""
-        return tuple(i for i, kind in enumerate(self.layer_types) if kind == HAS_STATE)
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep K and V."""
-        return tuple(i for i, kind in enumerate(self.layer_types) if kind == ATTENDS)
 
     @property
     def values_per_key(self) -> int:
@@ -70,23 +120,12 @@ class StateConfig:
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """What the convolution of a layer keeps of a sequence: [C, W - 1], its last inputs."""
         return self.conv_dim, self.linear_conv_kernel_dim - 1
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
-        """The state of a layer's heads: [H, Dk, Dv]."""
         heads = self.linear_num_value_heads
         return heads, self.linear_key_head_dim, self.linear_value_head_dim
-
-    def bytes_per_sequence(self, bytes_per_value: int) -> int:
-        """What a sequence keeps in these layers, however long it is. bytes_per_value: of the
-        model's dtype; the matrices, to which each token adds, have 4 bytes at least.
-        """
-        channels, window = self.conv_shape
-        heads, key_dim, value_dim = self.matrix_shape
-        matrices = heads * key_dim * value_dim * max(4, bytes_per_value)
-        return len(self.layers) * (channels * window * bytes_per_value + matrices)
 
 
 def qwen3_next(config) -> dict[str, Any]:
@@ -109,9 +148,19 @@ def qwen3_next(config) -> dict[str, Any]:
     return own | dict(qkv_bias=bias, o_bias=bias)
 
 
+def lfm2(config) -> dict[str, Any]:
+    """The fields of ModelConfig that are LFM2's own, out of transformers' config."""
+    inner = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:  # to a multiple of block_multiple_of
+        inner = int(config.block_ffn_dim_multiplier * int(2 * inner / 3))
+        inner = -(-inner // config.block_multiple_of) * config.block_multiple_of
+    state = ConvConfig(tuple(config.layer_types), config.hidden_size, config.conv_L_cache)
+    return dict(state=state, qk_norm=True, intermediate_size=inner)
+
+
 def check_state(config: ModelConfig) -> None:
     """Raise ValueError unless `state` fits to the other fields."""
-    check_kind(StateConfig, "None or StateConfig", state=config.state)
+    check_kind(Kinds, "None, StateConfig or ConvConfig", state=config.state)
     if (found := len(config.state.layer_types)) != config.num_hidden_layers:
         raise ValueError(
             f"layer_types names {found} layers, num_hidden_layers is {config.num_hidden_layers}"

@@ -44,6 +44,8 @@ def whole_sequence(
             return attention(rotate(q), rotate(k), v, config.softmax_scale)
         mixed, log_decay, beta = inputs
         y, _ = causal_conv(mixed, weights[layer])
+        if beta is None:
+            return y
         out, _ = gated_delta_rule(*heads_of(y, config.state), log_decay, beta)
         return out.to(mixed.dtype)
 

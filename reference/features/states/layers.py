@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from lessons.l08_online_softmax.naive import wide
 from lessons.l27_states.stand_ins import wrappers
-from lessons.toolbox.model.state_config import StateConfig
+from lessons.toolbox.model.state_config import Kinds, StateConfig
 from reference.features.states import in_float64
 
 LENGTH_EPS = 1e-6  # fixed in the published code, whatever rms_norm_eps says
@@ -71,14 +71,14 @@ def conv_weights(model: nn.Module) -> dict[int, Tensor]:
 
 class StatePool:
     """Of each state layer, in each slot, the last inputs of the convolution, [C, W - 1] in the
-    model's dtype, and the matrices of its heads, [H, Dk, Dv] in float32 at least.
+    model's dtype, and the matrices of its heads, if it has any, [H, Dk, Dv] in float32 at least.
 
     What a slot holds before its sequence begins is not read, so no slot is ever cleared.
     """
 
     def __init__(
         self,
-        config: StateConfig,
+        config: Kinds,
         weights: dict[int, Tensor],
         num_slots: int,
         dtype: torch.dtype,
@@ -89,7 +89,9 @@ class StatePool:
         self.at = {layer: index for index, layer in enumerate(config.layers)}
         shape, kept = (len(self.at), num_slots), torch.promote_types(dtype, torch.float32)
         self.windows = torch.zeros(*shape, *config.conv_shape, dtype=dtype, device=device)
-        self.matrices = torch.zeros(*shape, *config.matrix_shape, dtype=kept, device=device)
+        # no numbers where a layer has a convolution alone
+        matrices = config.matrix_shape or (0,)
+        self.matrices = torch.zeros(*shape, *matrices, dtype=kept, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -101,25 +103,38 @@ class StatePool:
             states[:, target] = states[:, source]
 
     def attend(
-        self, layer: int, mixed: Tensor, log_decay: Tensor, beta: Tensor, step: StateStep
+        self,
+        layer: int,
+        mixed: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        step: StateStep,
     ) -> Tensor:
-        """mixed: [T, C], log_decay, beta: [T, H] -> [T, H, Dv]. The step's slots are the states
-        after these tokens then.
+        """mixed: [T, C], log_decay, beta: [T, H] -> [T, H, Dv]; without the two what the
+        convolution gives, [T, C]. The step's slots are the states after these tokens then.
         """
         ops, weight, index = self.ops, self.weights[layer], self.at[layer]
         windows, matrices, count = self.windows[index], self.matrices[index], step.num_decodes
-        outs = []
+        rest, ys, outs = (step.slots, step.cu_seqlens, step.has_state, step.max_seqlen), [], []
         if count:
-            y = ops.conv_step(mixed[:count], weight, windows, step.decode_slots)
-            each = *heads_of(y, self.config), log_decay[:count], beta[:count]
-            outs.append(ops.gated_delta_step(*each, matrices, step.decode_slots))
+            ys.append(ops.conv_step(mixed[:count], weight, windows, step.decode_slots))
         if count < len(mixed):
-            rest = step.slots, step.cu_seqlens, step.has_state, step.max_seqlen
-            y = ops.conv_prompts(mixed[count:], weight, windows, *rest)
-            each = *heads_of(y, self.config), log_decay[count:], beta[count:]
-            outs.append(ops.gated_delta_prompts(*each, matrices, *rest))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.to(mixed.dtype)
+            ys.append(ops.conv_prompts(mixed[count:], weight, windows, *rest))
+        y = joined(ys)
+        if beta is None:
+            return y
+        each = *heads_of(y, self.config), log_decay, beta
+        if count:
+            decodes = (x[:count] for x in each)
+            outs.append(ops.gated_delta_step(*decodes, matrices, step.decode_slots))
+        if count < len(mixed):
+            outs.append(ops.gated_delta_prompts(*(x[count:] for x in each), matrices, *rest))
+        return joined(outs).to(mixed.dtype)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """One tensor of parts: [T1, …], [T2, …] -> [T1 + T2, …]. A single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def heads_of(y: Tensor, config: StateConfig) -> tuple[Tensor, Tensor, Tensor]:

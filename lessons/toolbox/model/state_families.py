@@ -1,0 +1,65 @@
+"""Families of which some layers keep a state in the place of K and V. families.py has the others."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from lessons.toolbox.model.family import Family
+
+
+def _found(name: str) -> Callable[[Any], dict[str, Any]]:
+    """A function of state_config.py, which is imported when a file asks for it."""
+
+    def fields(config) -> dict[str, Any]:
+        return getattr(import_module("lessons.toolbox.model.state_config"), name)(config)
+
+    return fields
+
+
+SIZES = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
+OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
+QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()}
+# in this order, because the second name is part of the first
+QWEN3_NEXT |= {"shared_experts.output_gate": "shared_expert_gate.weight"}
+QWEN3_NEXT |= {"shared_experts": "shared_expert"}
+EXPERTS = "num_key_value_heads num_experts_per_tok num_experts moe_intermediate_size"
+# out_proj, of a convolution, before o_proj, because attention calls that out_proj
+LFM2 = {
+    "self_attn.in_proj": "conv.in_proj",
+    "self_attn.conv1d": "conv.conv",
+    "self_attn.out_proj": "conv.out_proj",
+    "o_proj": "out_proj",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "norm": "embedding_norm",
+}
+LFM2_ALSO = dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "hidden_size")
+LFM2_ALSO |= dict.fromkeys(("norm_eps", "block_norm_eps"), "rms_norm_eps")
+LFM2_ALSO |= dict(num_heads="num_attention_heads", block_ff_dim="intermediate_size")
+LFM2_ALSO |= dict(tie_embedding="tie_word_embeddings")
+LFM2_INIT = ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
+
+STATES = {
+    "qwen3_next": Family(
+        _found("qwen3_next"),
+        f"{EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {SIZES}",
+        "attention_bias norm_topk_prob decoder_sparse_step mlp_only_layers partial_rotary_factor layer_types "
+        "full_attention_interval",
+        stored_as=QWEN3_NEXT,
+    ),
+    "lfm2": Family(
+        _found("lfm2"),
+        "num_key_value_heads conv_L_cache",
+        "layer_types full_attn_idxs block_auto_adjust_ff_dim block_ffn_dim_multiplier "
+        "block_multiple_of",
+        fixed=dict(block_use_swiglu=True, use_pos_enc=True, conv_use_xavier_init=True)
+        | dict.fromkeys(LFM2_INIT, 1),
+        also_called=LFM2_ALSO,
+        stored_as=LFM2,
+    ),
+}
