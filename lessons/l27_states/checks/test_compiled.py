@@ -15,7 +15,9 @@ BOUNDS = {
         matrix=True,
         spill_bytes={"states_delta": 80, "outputs": 64},
     ),
-    "the convolution": Bounds("^conv", local_memory=0, matrix=False),
+    "the convolution": Bounds(
+        "^conv", matrix=False, spill_bytes={"conv_prompts_bf16 on sm_100": 8}
+    ),
 }
 
 
