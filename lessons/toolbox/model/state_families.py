@@ -1,4 +1,6 @@
-"""Families of which some layers keep a state in the place of K and V. families.py has the others."""
+"""Families of which some layers keep a state in the place of K and V. families.py has the
+others.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
