@@ -50,8 +50,8 @@ STATES = {
     "qwen3_next": Family(
         _found("qwen3_next"),
         f"{EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {SIZES}",
-        "attention_bias norm_topk_prob decoder_sparse_step mlp_only_layers partial_rotary_factor layer_types "
-        "full_attention_interval",
+        "attention_bias norm_topk_prob decoder_sparse_step mlp_only_layers partial_rotary_factor "
+        "layer_types full_attention_interval",
         stored_as=QWEN3_NEXT,
     ),
     "lfm2": Family(
