@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Counted, with the packages around them. Both numbers may only fall.
-MODULES, FILES_ENTERED = 66, 28
+MODULES, FILES_ENTERED = 61, 28
 FEATURES = (
     # kernels, and the sampler of requests that draw
     "lessons.toolbox.kernels",

@@ -6,8 +6,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config_parts import Multipliers
-from lessons.toolbox.model.family import Family
-from lessons.toolbox.model.family_windows import layer_windows, local_rope, same_windows
+from lessons.toolbox.model.families import Family, layer_windows, local_rope, same_windows
 
 
 def _olmo2(config) -> dict[str, Any]:
@@ -115,7 +114,7 @@ OLMO_NORMS = {
     "mlp.norm_after": "post_feedforward_layernorm",
 }
 
-DENSE = {
+FAMILIES = {
     "cohere": Family(
         _cohere, "logit_scale", "attention_bias", rope_in_pairs=True, eps="layer_norm_eps"
     ),

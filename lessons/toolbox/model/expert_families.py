@@ -6,7 +6,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config_parts import MLAConfig, MoEConfig
-from lessons.toolbox.model.family_windows import layer_windows, same_windows
+from lessons.toolbox.model.families import Family, layer_windows, same_windows
 
 MLA_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 MOE_SIZES = "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts"
@@ -139,3 +139,80 @@ def sparse_step_dense_layers(config) -> tuple[int, ...]:
     mlp_only = set(config.mlp_only_layers)
     # + 1, because every step-th layer has experts, and layer 0 is the first
     return tuple(i for i in layers if i in mlp_only or (i + 1) % step)
+
+
+# in this order, because the second name is part of the first
+QWEN2_SHARED = {
+    "shared_experts.output_gate": "shared_expert_gate.weight",
+    "shared_experts": "shared_expert",
+}
+EXPERTS = "num_key_value_heads num_experts_per_tok"
+QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
+QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
+QWEN3_EXPERTS = f"{EXPERTS} num_experts moe_intermediate_size"
+DEEPSEEK_V3_READS = "attention_bias routed_scaling_factor norm_topk_prob rope_interleave"
+DEEPSEEK_V3_ROUTER = dict(scoring_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc")
+DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
+
+FAMILIES = {
+    "mixtral": Family(
+        mixtral,
+        f"{EXPERTS} num_local_experts",
+        "head_dim sliding_window",
+        fixed=dict(router_jitter_noise=0.0),
+        also_called=dict(num_experts="num_local_experts"),
+        stored_as=dict(mlp="block_sparse_moe", gate_proj="w1", down_proj="w2", up_proj="w3"),
+    ),
+    "qwen2_moe": Family(
+        qwen2_moe,
+        f"{QWEN3_EXPERTS} shared_expert_intermediate_size",
+        f"head_dim qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
+        also_called=dict(num_local_experts="num_experts"),
+        stored_as=QWEN2_SHARED,
+        may_be_zero="sliding_window",  # as transformers writes a window that is not in use
+    ),
+    "qwen3_moe": Family(
+        qwen3_moe,
+        QWEN3_EXPERTS,
+        f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
+        also_called=dict(num_local_experts="num_experts"),
+    ),
+    "gpt_oss": Family(
+        gpt_oss,
+        f"{EXPERTS} num_local_experts head_dim sliding_window",
+        "attention_bias layer_types initial_context_length",
+        fixed=dict(swiglu_limit=7.0),
+        also_called=dict(num_experts="num_local_experts", experts_per_token="num_experts_per_tok"),
+    ),
+    "deepseek_v2": Family(
+        deepseek_v2,
+        DEEPSEEK,
+        "attention_bias routed_scaling_factor n_group topk_group topk_method",
+        # DeepSeek's code divides by the sum that norm_topk_prob asks for, transformers does not
+        fixed=dict(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False),
+        predicts_further=True,
+    ),
+    "deepseek_v3": Family(
+        deepseek_v3,
+        f"{DEEPSEEK} n_group topk_group",
+        DEEPSEEK_V3_READS,
+        fixed=DEEPSEEK_V3_ROUTER,
+        predicts_further=True,
+    ),
+    "kimi_k2": Family(
+        deepseek_v3,
+        f"{DEEPSEEK} n_group topk_group",
+        DEEPSEEK_V3_READS,
+        fixed=DEEPSEEK_V3_ROUTER,
+        read_as="deepseek_v3",
+        predicts_further=True,
+    ),
+    "glm4_moe": Family(
+        glm4_moe,
+        f"num_key_value_heads head_dim {MOE_SIZES}",
+        "attention_bias partial_rotary_factor use_qk_norm n_group topk_group norm_topk_prob "
+        "routed_scaling_factor",
+        also_called=dict(num_local_experts="n_routed_experts"),
+        predicts_further=True,
+    ),
+}

@@ -1,27 +1,85 @@
 """Which models the course reads, and how each family's config becomes fields of ModelConfig.
 
 A new family is one row of FAMILIES and one function that gives the fields of its own. The functions
-get transformers' config, whose defaults and types are already in place. dense_families.py,
-expert_families.py and state_families.py have more of both.
+get transformers' config, whose defaults and types are already in place. The rows of ELSEWHERE are
+in modules of their own, which are imported when a file asks for them.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from lessons.toolbox.model.dense_families import DENSE
-from lessons.toolbox.model.expert_families import (
-    MLA_SIZES,
-    MOE_SIZES,
-    deepseek_v2,
-    deepseek_v3,
-    glm4_moe,
-    gpt_oss,
-    mixtral,
-    qwen2_moe,
-    qwen3_moe,
-)
-from lessons.toolbox.model.family import Family
-from lessons.toolbox.model.family_windows import layer_windows, local_rope, same_windows
-from lessons.toolbox.model.state_families import STATES
+from lessons.toolbox.model.arguments import shown
+
+
+class Family(NamedTuple):
+    """How the config.json of one model_type is read. Keys stand in one string, between blanks.
+
+    fields: from transformers' config, the fields of ModelConfig that are the family's own. needs
+    and reads: keys that the file must and may hold, beside those of every family. fixed: the one
+    supported value of keys that transformers does not know. read_as: the model_type whose class
+    reads the file, if it is another one. rope_types: those that its RoPE object may have.
+    also_called: {another name of a key: the key}. stored_as: {part of a tensor's name in the
+    decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
+    object for the layers with a window, and one for the others. rope_in_pairs: whether the rotary
+    coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
+    stand behind the last one, which predict tokens further ahead. may_be_zero: keys at which 0 says
+    that there is none. eps: the key of what is added to a variance.
+    """
+
+    fields: Callable[[Any], dict[str, Any]]
+    needs: str = ""
+    reads: str = ""
+    fixed: dict[str, Any] | None = None
+    read_as: str = ""
+    rope_types: str = "default linear llama3 yarn"
+    also_called: dict[str, str] | None = None
+    stored_as: dict[str, str] | None = None
+    rope_by_layer: bool = False
+    rope_in_pairs: bool = False
+    predicts_further: bool = False
+    may_be_zero: str = ""
+    eps: str = "rms_norm_eps"
+
+
+# ---------------------------------------------------------------- windows, by the config
+
+
+def same_windows(config) -> tuple[int | None, ...]:
+    """As `layer_windows`, for a family whose window is that of every layer."""
+    window = config.sliding_window
+    return () if window is None else (window,) * config.num_hidden_layers
+
+
+def layer_windows(config) -> tuple[int | None, ...]:
+    """Per layer, how many keys a query sees (itself included), or None for all of them. Empty: all
+    of them in every layer.
+    """
+    of_kind = {"full_attention": None, "sliding_attention": config.sliding_window}
+    kinds = set(config.layer_types)
+    if not kinds <= set(of_kind):
+        raise ValueError(
+            f"'layer_types' must list {' or '.join(of_kind)}, not {shown(sorted(kinds))}"
+        )
+    if "sliding_attention" not in kinds:
+        return ()
+    if config.sliding_window is None:
+        raise ValueError("'layer_types' has sliding_attention, but 'sliding_window' is null")
+    if config.sliding_window == 0:  # transformers' word for one that is not in use
+        raise ValueError("'layer_types' has sliding_attention, but 'use_sliding_window' is false")
+    return tuple(of_kind[kind] for kind in config.layer_types)
+
+
+def local_rope(config) -> dict[str, Any]:
+    """What the layers with a window rotate by. Raises ValueError for a stretched one."""
+    rope = config.rope_parameters["sliding_attention"]
+    if rope["rope_type"] != "default":
+        given = shown(rope["rope_type"])
+        raise ValueError(f"'rope_parameters.sliding_attention' must be default, not {given}")
+    return rope
+
+
+# ---------------------------------------------------------------- fields
 
 
 def _llama(config) -> dict[str, Any]:
@@ -66,6 +124,8 @@ def _gemma3(config) -> dict[str, Any]:
     return own | dict(qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
+# ---------------------------------------------------------------- rows
+
 WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
 MISTRAL = "head_dim sliding_window layer_types"
 GEMMA2_NUMBERS = "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
@@ -78,114 +138,71 @@ GEMMA_NORMS = {
 # q, k and v are one matrix, and so are gate and up
 PHI3_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 PHI3_MERGED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
-# in this order, because the second name is part of the first
-QWEN2_SHARED = {
-    "shared_experts.output_gate": "shared_expert_gate.weight",
-    "shared_experts": "shared_expert",
-}
-EXPERTS = "num_key_value_heads num_experts_per_tok"
-QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
-QWEN3_WINDOW = "use_sliding_window sliding_window max_window_layers"
-QWEN3_EXPERTS = f"{EXPERTS} num_experts moe_intermediate_size"
-DEEPSEEK_V3_READS = "attention_bias routed_scaling_factor norm_topk_prob rope_interleave"
-DEEPSEEK_V3_ROUTER = dict(scoring_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc")
-DEEPSEEK = f"q_lora_rank {MLA_SIZES} {MOE_SIZES}"
 
-FAMILIES = (
-    {
-        "llama": Family(_llama, reads="head_dim attention_bias mlp_bias"),
-        # With layer_types a mistral is a ministral to transformers; without them they are the same.
-        "mistral": Family(_mistral, "num_key_value_heads", MISTRAL, read_as="ministral"),
-        "ministral": Family(_mistral, "num_key_value_heads", MISTRAL),
-        "qwen2": Family(_qwen2, "num_key_value_heads", f"head_dim {WINDOWS}"),
-        "qwen3": Family(_qwen3, "num_key_value_heads head_dim", f"attention_bias {WINDOWS}"),
-        "mixtral": Family(
-            mixtral,
-            f"{EXPERTS} num_local_experts",
-            "head_dim sliding_window",
-            fixed=dict(router_jitter_noise=0.0),
-            also_called=dict(num_experts="num_local_experts"),
-            stored_as=dict(mlp="block_sparse_moe", gate_proj="w1", down_proj="w2", up_proj="w3"),
-        ),
-        "qwen3_moe": Family(
-            qwen3_moe,
-            QWEN3_EXPERTS,
-            f"head_dim attention_bias norm_topk_prob {QWEN3_DENSE} {QWEN3_WINDOW}",
-            also_called=dict(num_local_experts="num_experts"),
-        ),
-        "phi3": Family(
-            _phi3,
-            "num_key_value_heads",
-            "sliding_window partial_rotary_factor original_max_position_embeddings",
-            rope_types="default longrope",
-            fixed=dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False),  # Phi-4's
-            stored_as=PHI3_MERGED,
-        ),
-        "gpt_oss": Family(
-            gpt_oss,
-            f"{EXPERTS} num_local_experts head_dim sliding_window",
-            "attention_bias layer_types initial_context_length",
-            fixed=dict(swiglu_limit=7.0),
-            also_called=dict(
-                num_experts="num_local_experts", experts_per_token="num_experts_per_tok"
-            ),
-        ),
-        "gemma2": Family(
-            _gemma2,
-            f"num_key_value_heads head_dim sliding_window {GEMMA2_NUMBERS}",
-            "attention_bias layer_types",
-            fixed=dict(hidden_act="gelu_pytorch_tanh"),
-            stored_as=GEMMA_NORMS,
-        ),
-        "gemma3_text": Family(
-            _gemma3,
-            "num_key_value_heads head_dim query_pre_attn_scalar sliding_window",
-            "attention_bias final_logit_softcapping rope_local_base_freq sliding_window_pattern "
-            "layer_types",
-            rope_types="default linear",
-            stored_as=GEMMA_NORMS,
-            rope_by_layer=True,
-        ),
-        "deepseek_v2": Family(
-            deepseek_v2,
-            DEEPSEEK,
-            "attention_bias routed_scaling_factor n_group topk_group topk_method",
-            # DeepSeek's code divides by the sum that norm_topk_prob asks for, transformers does not
-            fixed=dict(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False),
-            predicts_further=True,
-        ),
-        "deepseek_v3": Family(
-            deepseek_v3,
-            f"{DEEPSEEK} n_group topk_group",
-            DEEPSEEK_V3_READS,
-            fixed=DEEPSEEK_V3_ROUTER,
-            predicts_further=True,
-        ),
-        "kimi_k2": Family(
-            deepseek_v3,
-            f"{DEEPSEEK} n_group topk_group",
-            DEEPSEEK_V3_READS,
-            fixed=DEEPSEEK_V3_ROUTER,
-            read_as="deepseek_v3",
-            predicts_further=True,
-        ),
-        "glm4_moe": Family(
-            glm4_moe,
-            f"num_key_value_heads head_dim {MOE_SIZES}",
-            "attention_bias partial_rotary_factor use_qk_norm n_group topk_group norm_topk_prob "
-            "routed_scaling_factor",
-            also_called=dict(num_local_experts="n_routed_experts"),
-            predicts_further=True,
-        ),
-        "qwen2_moe": Family(
-            qwen2_moe,
-            f"{QWEN3_EXPERTS} shared_expert_intermediate_size",
-            f"head_dim qkv_bias norm_topk_prob layer_types {QWEN3_DENSE} {QWEN3_WINDOW}",
-            also_called=dict(num_local_experts="num_experts"),
-            stored_as=QWEN2_SHARED,
-            may_be_zero="sliding_window",  # as transformers writes a window that is not in use
-        ),
-    }
-    | DENSE
-    | STATES
-)
+HERE = {
+    "llama": Family(_llama, reads="head_dim attention_bias mlp_bias"),
+    # With layer_types a mistral is a ministral to transformers; without them they are the same.
+    "mistral": Family(_mistral, "num_key_value_heads", MISTRAL, read_as="ministral"),
+    "ministral": Family(_mistral, "num_key_value_heads", MISTRAL),
+    "qwen2": Family(_qwen2, "num_key_value_heads", f"head_dim {WINDOWS}"),
+    "qwen3": Family(_qwen3, "num_key_value_heads head_dim", f"attention_bias {WINDOWS}"),
+    "phi3": Family(
+        _phi3,
+        "num_key_value_heads",
+        "sliding_window partial_rotary_factor original_max_position_embeddings",
+        rope_types="default longrope",
+        fixed=dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False),  # Phi-4's
+        stored_as=PHI3_MERGED,
+    ),
+    "gemma2": Family(
+        _gemma2,
+        f"num_key_value_heads head_dim sliding_window {GEMMA2_NUMBERS}",
+        "attention_bias layer_types",
+        fixed=dict(hidden_act="gelu_pytorch_tanh"),
+        stored_as=GEMMA_NORMS,
+    ),
+    "gemma3_text": Family(
+        _gemma3,
+        "num_key_value_heads head_dim query_pre_attn_scalar sliding_window",
+        "attention_bias final_logit_softcapping rope_local_base_freq sliding_window_pattern "
+        "layer_types",
+        rope_types="default linear",
+        stored_as=GEMMA_NORMS,
+        rope_by_layer=True,
+    ),
+}
+ELSEWHERE = {
+    "dense_families": "cohere cohere2 gemma glm glm4 granite olmo2 olmo3 phi smollm3 starcoder2",
+    "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 kimi_k2 "
+    "glm4_moe",
+    "state_families": "qwen3_next lfm2",
+}
+
+
+class Families(MutableMapping):
+    """{model_type: Family} of all families; those elsewhere are imported when one is asked for."""
+
+    def __init__(self):
+        self.rows = dict(HERE)
+        self.module_of = {name: at for at, names in ELSEWHERE.items() for name in names.split()}
+
+    def __getitem__(self, model_type: str) -> Family:
+        if model_type not in self.rows and model_type in self.module_of:
+            module = import_module(f"lessons.toolbox.model.{self.module_of[model_type]}")
+            self.rows = module.FAMILIES | self.rows
+        return self.rows[model_type]
+
+    def __setitem__(self, model_type: str, family: Family) -> None:
+        self.rows[model_type] = family
+
+    def __delitem__(self, model_type: str) -> None:
+        del self.rows[model_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*HERE, *self.module_of, *self.rows]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+FAMILIES = Families()

@@ -2,21 +2,8 @@
 others.
 """
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
-from lessons.toolbox.model.family import Family
-
-
-def _found(name: str) -> Callable[[Any], dict[str, Any]]:
-    """A function of state_config.py, which is imported when a file asks for it."""
-
-    def fields(config) -> dict[str, Any]:
-        return getattr(import_module("lessons.toolbox.model.state_config"), name)(config)
-
-    return fields
-
+from lessons.toolbox.model.families import Family
+from lessons.toolbox.model.state_config import lfm2, qwen3_next
 
 SIZES = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
 OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
@@ -46,16 +33,16 @@ LFM2_ALSO |= dict(num_heads="num_attention_heads", block_ff_dim="intermediate_si
 LFM2_ALSO |= dict(tie_embedding="tie_word_embeddings")
 LFM2_INIT = ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
 
-STATES = {
+FAMILIES = {
     "qwen3_next": Family(
-        _found("qwen3_next"),
+        qwen3_next,
         f"{EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {SIZES}",
         "attention_bias norm_topk_prob decoder_sparse_step mlp_only_layers partial_rotary_factor "
         "layer_types full_attention_interval",
         stored_as=QWEN3_NEXT,
     ),
     "lfm2": Family(
-        _found("lfm2"),
+        lfm2,
         "num_key_value_heads conv_L_cache",
         "layer_types full_attn_idxs block_auto_adjust_ff_dim block_ffn_dim_multiplier "
         "block_multiple_of",
