@@ -121,7 +121,7 @@ def folder_of(family: str) -> Path:
         shape = model.state_dict()[name].shape
         drawn = torch.randn(shape) * 1.5 * shape[-1] ** -0.5
         if name.endswith(("A_log", "dt_bias")):
-            tensors[f"model.{place.key}"] = drawn
+            tensors[f"model.{place.key}"] = [drawn]
             continue
         if len(shape) == 1:
             drawn = torch.randn(shape) * 0.1 + (0 if "bias" in name else 1)

@@ -106,7 +106,9 @@ BAND = 0.75, 1.5
 LONGER = {"int4_decode_bf16_3x64_paged_16": 2.0}
 # They spill with one version alone, these bytes at most.
 SPILLS = {"paged_mla_fp32_16_sm90": 60, "paged_mla_bf16_128_sm90": 36}
-SPILLS |= {"tree_fp32_4x128_26": 16, "e4m3_row_bf16_32x64": 24}
+SPILLS |= {"tree_fp32_4x128_26": 16, "e4m3_row_bf16_32x64": 24, "sparse_mla_bf16_128": 24}
+# What 3.6 cannot compile: MXFP4 experts in tiles of 64 rows, in a pass of its own.
+REFUSED = ["mxfp4_down_m64", "mxfp4_gate_up_m64"]
 
 
 def test_both_tritons_make_nearly_the_same_code():
@@ -134,6 +136,9 @@ def test_what_the_page_says_of_them():
     assert "has 1.00 to 1.50 times the instructions, in the median 1.00 times" in said
     assert "It alone spills in `b` (12 bytes). It alone spills nothing in `c` (4 bytes)." in said
     assert beside.paragraph([]) == ""
+    pair = beside.Pair(earlier[0], later[0])
+    assert beside.paragraph([pair], ["x", "y"]).endswith("It cannot compile `x`, `y`.")
+    assert beside.refused() == REFUSED
 
 
 def test_reports_of_triton_3_6_have_a_folder_of_their_own(tmp_path, monkeypatch):

@@ -156,7 +156,8 @@ ENTRIES = {
         dict.fromkeys(FLAGS.split(), "True|False")
         | dict.fromkeys(["rms_norm_eps", "rope_theta"], "1.5|2**63")
         | dict.fromkeys(GEMMA_NUMBERS.split(), "None|1.5|2**63")
-        | dict(rope_scaling="None", mla="None", moe="None", v_head_dim="0", sliding_windows="None")
+        | dict(rope_scaling="None", mla="None", moe="None", state="None", v_head_dim="0")
+        | dict(sliding_windows="None")
         | dict(multipliers="None", variant="None")
         | dict(quantization_config="None"),
     ),

@@ -3,6 +3,7 @@ GPU. A borrowed GPU's machine has the Triton of its PyTorch, and the counts and 
 made here come from another one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,11 +37,19 @@ def instructions(report: Report) -> int:
 def pairs(pinned: Path = RECORDED, earlier: Path = EARLIER) -> list[Pair]:
     """The launches that both have compiled, as the kernels are now."""
     ours = recorded(pinned)
-    return [Pair(r, ours[key]) for key, r in recorded(earlier).items() if key in ours]
+    both = [Pair(r, ours[key]) for key, r in recorded(earlier).items() if key in ours]
+    return [pair for pair in both if pair.earlier.error is None]
 
 
-def paragraph(found: list[Pair]) -> str:
-    """What results/README.md says of them; "" without any."""
+def refused(pinned: Path = RECORDED, earlier: Path = EARLIER) -> list[str]:
+    """The names of the launches that the earlier version cannot compile, and the pinned one can."""
+    ours = recorded(pinned)
+    both = [(r, ours[key]) for key, r in recorded(earlier).items() if key in ours]
+    return sorted(r.name for r, own in both if r.error is not None and own.error is None)
+
+
+def paragraph(found: list[Pair], lost: Sequence[str] = ()) -> str:
+    """What results/README.md says of them; "" without any. lost: `refused`."""
     if not found:
         return ""
     ratios = [pair.ratio for pair in found]
@@ -51,6 +60,7 @@ def paragraph(found: list[Pair]) -> str:
         f"compiled {len(found)} of these launches for sm_90. Its code has {min(ratios):.2f} to "
         f"{max(ratios):.2f} times the instructions, in the median {median(ratios):.2f} times. "
         f"{listed(worse, 'It alone spills in')} {listed(better, 'It alone spills nothing in')}"
+        + (f" It cannot compile {', '.join(f'`{name}`' for name in lost)}." if lost else "")
     )
 
 

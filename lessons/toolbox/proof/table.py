@@ -216,7 +216,9 @@ def markdown(rows: list[list[str]]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     compilers = sorted({report.compiler for report in compile_check.recorded().values()})
     compiled = f"Compiled by {' and '.join(compilers)}, without a GPU. {MEANING}"
-    return "\n\n".join(filter(None, [table, compiled, beside.paragraph(beside.pairs())]))
+    return "\n\n".join(
+        filter(None, [table, compiled, beside.paragraph(beside.pairs(), beside.refused())])
+    )
 
 
 def sentence(rows: list[list[str]]) -> str:

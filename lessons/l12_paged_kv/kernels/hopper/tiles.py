@@ -14,6 +14,9 @@ if has_triton():
         mbarrier,
         tma,
     )
+
+    if not hasattr(gl, "barrier"):
+        gl.barrier = gl.thread_barrier  # its name in Triton 3.6
 else:  # the file can be imported and read, nothing in it launched
     gluon, gl = triton.experimental.gluon, triton.experimental.gluon.language
 
