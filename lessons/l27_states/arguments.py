@@ -124,6 +124,43 @@ def check_sequences(
     return max_seqlen
 
 
+def check_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+) -> None:
+    """All that a step of a batch checks. q, k: [B, H, Dk], v: [B, H, Dv]. Raises ValueError."""
+    check_heads(q, k, v, log_decay, beta)
+    check_states(states, q, v)
+    check_slots(slots, len(states), len(q), least=-1, x=q)
+
+
+def check_prompts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    has_state: Tensor | None,
+    max_seqlen: int | None,
+) -> int:
+    """All that packed prompts check; the tokens of the longest. q, k: [T, H, Dk], v: [T, H, Dv].
+    Raises ValueError.
+    """
+    check_heads(q, k, v, log_decay, beta)
+    check_states(states, q, v)
+    longest = check_sequences(cu_seqlens, max_seqlen, has_state, q)
+    check_slots(slots, len(states), len(cu_seqlens) - 1, least=0, x=q)
+    return longest
+
+
 def check_channels(x: Tensor, weight: Tensor, states: Tensor) -> None:
     """Raise ValueError unless x: [T, C], weight: [C, W] and states: [slots, C, W − 1] fit together,
     on one device.

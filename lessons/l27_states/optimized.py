@@ -13,7 +13,7 @@ within a column. prompts.py runs prompts in chunks; convolution.py is what comes
 import torch
 from torch import Tensor
 
-from lessons.l27_states.arguments import check_heads, check_slots, check_states
+from lessons.l27_states.arguments import check_step
 from lessons.toolbox.kernels.triton_ import tl, triton
 
 # Columns of a state for one program: 32 · 4 bytes are one line of the cache, and a head of 128
@@ -116,9 +116,7 @@ def state_step(
     """One launch of `state_step_kernel`; without beta there is no delta rule. q, k: [B, H, Dk], v:
     [B, H, Dv] -> [B, H, Dv]. Raises ValueError.
     """
-    check_heads(q, k, v, log_decay, beta)
-    check_states(states, q, v)
-    check_slots(slots, len(states), len(q), least=-1, x=q)
+    check_step(q, k, v, log_decay, beta, states, slots)
     (batch, num_heads, key_dim), value_dim = q.shape, v.shape[2]
     out = torch.empty(batch, num_heads, value_dim, dtype=v.dtype, device=v.device)
     block_k = triton.next_power_of_2(key_dim)

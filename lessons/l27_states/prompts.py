@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lessons.l03_kv_cache.arguments import check_grid
-from lessons.l27_states.arguments import check_heads, check_sequences, check_slots, check_states
+from lessons.l27_states.arguments import check_prompts
 from lessons.l27_states.chunk_kernels import outputs_kernel, prepare_kernel, states_kernel
 from lessons.toolbox.kernels.triton_ import triton
 
@@ -85,10 +85,9 @@ def prompts(
     """
     if chunk not in (16, 32, 64):
         raise ValueError(f"chunk: got {chunk!r}; accepted: 16, 32 or 64")
-    check_heads(q, k, v, log_decay, beta)
-    check_states(states, q, v)
-    longest = check_sequences(cu_seqlens, max_seqlen, has_state, q)
-    check_slots(slots, len(states), len(cu_seqlens) - 1, least=0, x=q)
+    longest = check_prompts(
+        q, k, v, log_decay, beta, states, slots, cu_seqlens, has_state, max_seqlen
+    )
     num_chunks = triton.cdiv(longest, chunk)
     check_grid("max_seqlen", num_chunks, f"chunks of {chunk} tokens")
     launches = Launches(q, k, v, log_decay.contiguous(), cu_seqlens, num_chunks, chunk)

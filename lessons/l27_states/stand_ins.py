@@ -18,10 +18,10 @@ from lessons.l08_online_softmax.naive import wide
 from lessons.l27_states import naive
 from lessons.l27_states.arguments import (
     check_channels,
-    check_heads,
+    check_prompts,
     check_sequences,
     check_slots,
-    check_states,
+    check_step,
 )
 from lessons.l27_states.chunks import (
     decayed_linear_attention_chunked,
@@ -191,20 +191,3 @@ def each_prompt(rule, tensors, like, states, slots, cu_seqlens, has_state) -> Te
         pieces = (x[begin:end] for x in tensors)
         out[begin:end], states[slot] = rule(*pieces, states[slot] if is_known else None)
     return out
-
-
-def check_step(q, k, v, log_decay, beta, states, slots) -> None:
-    """What optimized.py checks. Raises ValueError."""
-    check_heads(q, k, v, log_decay, beta)
-    check_states(states, q, v)
-    check_slots(slots, len(states), len(q), least=-1, x=q)
-
-
-def check_prompts(
-    q, k, v, log_decay, beta, states, slots, cu_seqlens, has_state, max_seqlen
-) -> None:
-    """What prompts.py checks. Raises ValueError."""
-    check_heads(q, k, v, log_decay, beta)
-    check_states(states, q, v)
-    check_sequences(cu_seqlens, max_seqlen, has_state, q)
-    check_slots(slots, len(states), len(cu_seqlens) - 1, least=0, x=q)

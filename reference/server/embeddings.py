@@ -10,7 +10,6 @@ import struct
 import torch
 
 from reference.engine.engine import Engine
-from reference.features.states.generate import whole_sequence
 
 
 @torch.inference_mode()
@@ -18,6 +17,8 @@ def embed(engine: Engine, ids: list[int]) -> list[float]:
     """The vector of one text, of the model's hidden_size. It needs no cache, because nothing
     follows.
     """
+    from reference.features.states.generate import whole_sequence  # here: few requests ask for it
+
     model = engine.runner.model
     tokens = torch.tensor(ids, device=model.device)
     hidden = model(tokens, whole_sequence(model, len(ids))).double().mean(0)

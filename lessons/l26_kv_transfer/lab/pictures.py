@@ -24,7 +24,7 @@ from lessons.l26_kv_transfer.costs import (
 )
 from lessons.l26_kv_transfer.lab.predicted import RECORD
 from lessons.l26_kv_transfer.lab.simulated import draw_apart
-from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.again import draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     HALO,
@@ -36,7 +36,6 @@ from lessons.toolbox.draw.figure import (
     label_column,
     log_axis,
     number,
-    save_svg,
     style,
 )
 
@@ -214,17 +213,8 @@ FIGURES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l26_kv_transfer.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    for name, draw in FIGURES.items():
-        save_svg(draw(), HERE / f"{name}.svg")
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(HERE, __doc__, FIGURES, argv)
 
 
 if __name__ == "__main__":

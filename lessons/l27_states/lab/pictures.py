@@ -25,7 +25,7 @@ from lessons.l27_states.lab.needle import (
     same_keys,
 )
 from lessons.l27_states.naive import decayed_linear_attention, gated_delta_rule
-from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.again import draw_again
 from lessons.toolbox.draw.figure import (
     HALO,
     PALETTE,
@@ -36,7 +36,6 @@ from lessons.toolbox.draw.figure import (
     label_column,
     log_axis,
     number,
-    save_svg,
     size_number,
     style,
 )
@@ -186,17 +185,8 @@ FIGURES = {"state": draw_state, "needle": draw_needle, "kept": draw_kept}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l27_states.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    for name, draw in FIGURES.items():
-        save_svg(draw(), HERE / f"{name}.svg")
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(HERE, __doc__, FIGURES, argv)
 
 
 if __name__ == "__main__":

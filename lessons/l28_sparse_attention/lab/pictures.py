@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from lessons.l07_kernel_fusion.lab.launches import LAUNCH_S
 from lessons.l28_sparse_attention.costs import crossing, full, sparse_s
 from lessons.l28_sparse_attention.lab.quality import OUT
-from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.again import draw_again
 from lessons.toolbox.draw.figure import (
     HALO,
     PALETTE,
@@ -24,7 +24,6 @@ from lessons.toolbox.draw.figure import (
     frame,
     label_column,
     log_axis,
-    save_svg,
     size_number,
     style,
 )
@@ -189,17 +188,8 @@ FIGURES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l28_sparse_attention.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    for name, draw in FIGURES.items():
-        save_svg(draw(), HERE / f"{name}.svg")
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(HERE, __doc__, FIGURES, argv)
 
 
 if __name__ == "__main__":

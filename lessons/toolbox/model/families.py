@@ -23,7 +23,8 @@ class Family(NamedTuple):
     decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
     object for the layers with a window, and one for the others. rope_in_pairs: whether the rotary
     coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
-    stand behind the last one, which predict tokens further ahead. may_be_zero: keys at which 0 says
+    stand behind the last one, which predict tokens further ahead. left_out: how the names of such
+    tensors begin, where they are no layers. may_be_zero: keys at which 0 says
     that there is none. eps: the key of what is added to a variance.
     """
 
@@ -38,6 +39,7 @@ class Family(NamedTuple):
     rope_by_layer: bool = False
     rope_in_pairs: bool = False
     predicts_further: bool = False
+    left_out: str = ""
     may_be_zero: str = ""
     eps: str = "rms_norm_eps"
 
@@ -202,7 +204,7 @@ class Families(MutableMapping):
         return iter(dict.fromkeys([*HERE, *self.module_of, *self.rows]))
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return sum(1 for _ in self)
 
 
 FAMILIES = Families()

@@ -77,14 +77,11 @@ def predicts_further(key: str, config: ModelConfig) -> bool:
 
     transformers leaves them out as well (it names layer 61). Other families may have no such layer.
     """
-    if config.state is not None and key.startswith("mtp."):
+    family = FAMILIES[config.model_type]
+    if family.left_out and key.startswith(family.left_out):
         return True
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]
-    if (
-        not FAMILIES[config.model_type].predicts_further
-        or part != "layers"
-        or not index.isdecimal()
-    ):
+    if not family.predicts_further or part != "layers" or not index.isdecimal():
         return False
     return int(index) >= config.num_hidden_layers

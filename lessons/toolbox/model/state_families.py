@@ -2,16 +2,13 @@
 others.
 """
 
+from lessons.toolbox.model.expert_families import QWEN2_SHARED, QWEN3_DENSE, QWEN3_EXPERTS
 from lessons.toolbox.model.families import Family
 from lessons.toolbox.model.state_config import lfm2, qwen3_next
 
 SIZES = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
 OF_STATES = "in_proj_qkvz in_proj_ba conv1d dt_bias A_log norm out_proj"
-QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()}
-# in this order, because the second name is part of the first
-QWEN3_NEXT |= {"shared_experts.output_gate": "shared_expert_gate.weight"}
-QWEN3_NEXT |= {"shared_experts": "shared_expert"}
-EXPERTS = "num_key_value_heads num_experts_per_tok num_experts moe_intermediate_size"
+QWEN3_NEXT = {f"self_attn.{x}": f"linear_attn.{x}" for x in OF_STATES.split()} | QWEN2_SHARED
 # out_proj, of a convolution, before o_proj, because attention calls that out_proj
 LFM2 = {
     "self_attn.in_proj": "conv.in_proj",
@@ -36,10 +33,11 @@ LFM2_INIT = ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_i
 FAMILIES = {
     "qwen3_next": Family(
         qwen3_next,
-        f"{EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {SIZES}",
-        "attention_bias norm_topk_prob decoder_sparse_step mlp_only_layers partial_rotary_factor "
-        "layer_types full_attention_interval",
+        f"{QWEN3_EXPERTS} head_dim shared_expert_intermediate_size linear_conv_kernel_dim {SIZES}",
+        f"attention_bias norm_topk_prob {QWEN3_DENSE} partial_rotary_factor layer_types "
+        "full_attention_interval",
         stored_as=QWEN3_NEXT,
+        left_out="mtp.",
     ),
     "lfm2": Family(
         lfm2,

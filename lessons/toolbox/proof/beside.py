@@ -5,7 +5,6 @@ made here come from another one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 from lessons.toolbox.kernels.compile_check import EARLIER, RECORDED, recorded
@@ -34,18 +33,21 @@ def instructions(report: Report) -> int:
     return sum(report.census.values()) - report.census.get("NOP", 0)
 
 
-def pairs(pinned: Path = RECORDED, earlier: Path = EARLIER) -> list[Pair]:
-    """The launches that both have compiled, as the kernels are now."""
-    ours = recorded(pinned)
-    both = [Pair(r, ours[key]) for key, r in recorded(earlier).items() if key in ours]
-    return [pair for pair in both if pair.earlier.error is None]
+def jobs() -> list[Pair]:
+    """The launches that both were asked to compile, as the kernels are now."""
+    ours = recorded(RECORDED)
+    return [Pair(r, ours[key]) for key, r in recorded(EARLIER).items() if key in ours]
 
 
-def refused(pinned: Path = RECORDED, earlier: Path = EARLIER) -> list[str]:
+def pairs() -> list[Pair]:
+    """The launches that the earlier version has compiled."""
+    return [pair for pair in jobs() if pair.earlier.error is None]
+
+
+def refused() -> list[str]:
     """The names of the launches that the earlier version cannot compile, and the pinned one can."""
-    ours = recorded(pinned)
-    both = [(r, ours[key]) for key, r in recorded(earlier).items() if key in ours]
-    return sorted(r.name for r, own in both if r.error is not None and own.error is None)
+    lost = [pair for pair in jobs() if pair.earlier.error is not None]
+    return sorted(pair.pinned.name for pair in lost if pair.pinned.error is None)
 
 
 def paragraph(found: list[Pair], lost: Sequence[str] = ()) -> str:

@@ -5,11 +5,11 @@ One token of each of B sequences is one token of a layer with B times as many he
 so naive.py's functions compute a batch of them without a loop over its sequences.
 """
 
-import torch
 from torch import Tensor
 
 from lessons.l27_states.chunks import gated_delta_rule_chunked
 from lessons.l27_states.naive import causal_conv, gated_delta_rule
+from lessons.l27_states.stand_ins import each_prompt
 
 FEW = 16  # tokens of a prompt up to which the recurrence takes no longer than a chunk's products
 
@@ -52,11 +52,11 @@ def conv_prompts(
     """x: [T, C], B sequences one after the other; weight: [C, W], states: [slots, C, W - 1], slots:
     [B], cu_seqlens: [B + 1], has_state: [B] bool -> [T, C].
     """
-    y = torch.empty_like(x)
-    for rows, slot, held in of_each(cu_seqlens, slots, has_state):
-        before = states[slot] if held else None
-        y[rows], states[slot] = causal_conv(x[rows], weight, before)
-    return y
+
+    def rule(piece: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return causal_conv(piece, weight, state)
+
+    return each_prompt(rule, (x,), x, states, slots, cu_seqlens, has_state)
 
 
 def gated_delta_prompts(
@@ -74,18 +74,10 @@ def gated_delta_prompts(
     """q, k: [T, H, Dk], v: [T, H, Dv], log_decay, beta: [T, H], states: [slots, H, Dk, Dv], slots:
     [B], cu_seqlens: [B + 1], has_state: [B] bool -> [T, H, Dv].
     """
-    out = torch.empty_like(v)
-    for rows, slot, held in of_each(cu_seqlens, slots, has_state):
-        count = rows.stop - rows.start
-        rule = gated_delta_rule if count <= FEW else gated_delta_rule_chunked
-        each = (x[rows] for x in (q, k, v, log_decay, beta))
-        out[rows], after = rule(*each, states[slot] if held else None)
-        states[slot] = after.to(states.dtype)
-    return out
 
+    def rule(*each: Tensor | None) -> tuple[Tensor, Tensor]:
+        is_short = len(each[0]) <= FEW
+        return (gated_delta_rule if is_short else gated_delta_rule_chunked)(*each)
 
-def of_each(cu_seqlens: Tensor, slots: Tensor, has_state: Tensor) -> list[tuple[slice, int, bool]]:
-    """Of each sequence its rows, its slot, and whether the slot holds what came before."""
-    ends = cu_seqlens.tolist()
-    rows = map(slice, ends, ends[1:])
-    return list(zip(rows, slots.tolist(), has_state.tolist()))
+    tensors = (q, k, v, log_decay, beta)
+    return each_prompt(rule, tensors, v, states, slots, cu_seqlens, has_state)
