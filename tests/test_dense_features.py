@@ -54,7 +54,7 @@ FAMILIES = {
     | dict(
         head_dim=None,
         num_experts=4,
-        shared_expert_intermediate_size=48,
+        shared_expert_intermediate_size=64,
     ),
     "smollm3": dict(head_dim=None, no_rope_layers=[0, 1]),
     "starcoder2": LAYER_NORM | dict(norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
@@ -108,6 +108,13 @@ def test_features_together(family, seed):
         features = set(draw.sample(FEATURES, 3))
         if not are_apart(frozenset(features)):
             return cases.check(frozenset(features))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "starcoder2"], indirect=True)
+@pytest.mark.sample(1)
+def test_ranks_cut_the_biases_of_quantized_matrices(family, weights):
+    cases.check(frozenset({weights, "tensor parallel"}))
 
 
 @pytest.mark.parametrize("family", ["cohere2", "glm4", "glm4_moe", "phi"], indirect=True)

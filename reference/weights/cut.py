@@ -149,7 +149,10 @@ def shard_quantized(
             codes = cut(layer.quantized, *slices).to(device)
         except ValueError as error:
             raise ValueError(f"{name} in {group.size} parts: {error}") from None
-        bias = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad=False)
+        bias = layer.bias
+        if bias is not None:  # as large as this rank's rows; its numbers come below
+            index = own(f"{name}.bias", shape=bias.shape, expert_parallel=expert_parallel)
+            bias = nn.Parameter(bias[index], requires_grad=False)
         part.set_submodule(
             name,
             QuantizedLinear(
