@@ -243,7 +243,11 @@ TENSOR_BUGS = {
         f"cp.async|copy|{RACE}|{WRONG}",
     ),
     "two rows in one place": ("(chunk ^ row % 8)", "(chunk | row % 8)", f"two|race|{WRONG}"),
-    "rows after the last one are read": ("(there ? 16 : 0)", "(16)", OR_BEYOND),
+    "rows after the last one are read": (
+        "bool there = start + row < count;",
+        "bool there = true;",
+        OR_BEYOND,
+    ),
     "the other operand's order": ("keys[0], keys[1]", "keys[0], keys[2]", WRONG),
     "V not transposed": ("load_transposed(values", "load_matrices(values", WRONG),
     "keys by the rows of V": (
