@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lessons.l20_parallelism.processes.ranks import Ranks
+from lessons.toolbox.kernels.order import program_order
 from tests.exercises.checking import (
     assert_equal,
     assert_largest_tensor,
@@ -103,6 +104,15 @@ ROW_CASES = {  # name: (arguments of _rows after the seed, why)
 def test_rows(impl, case, seed):
     inputs, want = _rows(seed, **ROW_CASES[case][0])
     compare(impl, dict(inputs), want, atol=2e-4, dtype=torch.float32)
+
+
+@check("23.1", seconds=10)
+def test_rows_in_any_order(impl, seed):
+    """Tiles that are not used come first once, and last once."""
+    inputs, want = _rows(seed, **ROW_CASES["unused_tiles"][0])
+    for backwards in (False, True):
+        with program_order(seed, backwards):
+            compare(impl, dict(inputs), want, atol=2e-4, dtype=torch.float32)
 
 
 @check("23.1", seconds=5)
