@@ -17,7 +17,7 @@ COMPARE ?=
 EXPORT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers clients demo serve test test-all check progress board lab bench doctor gpu proof profile slides clean
+.PHONY: help setup peers clients book demo serve test test-all check progress board lab bench doctor gpu proof profile slides clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,14 @@ CLIENTS := tests/server/clients/requirements.txt
 clients: ## seven clients of the server in an environment of their own, .venv-clients, to test with (Python 3.11 or newer)
 	@test -x .venv-clients/bin/python && cmp -s $(CLIENTS) .venv-clients/installed || \
 	  TORCH_INDEX= sh lessons/toolbox/setup.sh $(PYTHON) .venv-clients $(CLIENTS) 3.11 --no-deps openai
+
+BOOK := book/requirements.txt
+book: ## the course as pages for a browser, in build/book/html, without a server or the network (Python 3.11 or newer)
+	@test -x .venv-book/bin/python && cmp -s $(BOOK) .venv-book/installed || \
+	  TORCH_INDEX= sh lessons/toolbox/setup.sh $(PYTHON) .venv-book $(BOOK) 3.11 --no-deps "sphinx, myst_nb, furo"
+	@.venv-book/bin/python -m book.stage build/book/source
+	@.venv-book/bin/python -m sphinx -q -W --keep-going -d build/book/doctrees build/book/source build/book/html
+	@echo "open build/book/html/index.html"
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from book.glossary import slug
 from lessons.toolbox.proof.pages import pages
 from tests.course_rules import Complaints, committed_files, complete_rooms, within
 from tests.markdown import section
@@ -64,12 +65,6 @@ def _leads_nowhere(path: Path, target: str, text: str) -> Iterator[str]:
         headings = re.findall(r"^#+ (.*)$", body, re.MULTILINE)
         if anchor not in {slug(heading) for heading in headings}:
             yield f"{target}: there is no such heading"
-
-
-def slug(heading: str) -> str:
-    """The anchor that a heading gets on GitHub."""
-    heading = LINK.sub(r"\2", heading)
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def unknown_tests(root: Path) -> Complaints:

@@ -7,13 +7,13 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from book.glossary import slug
 from lessons.l00_gpu_and_triton.coalescing import sectors_of_stride
 from lessons.l01_roofline import calculators
 from lessons.l01_roofline.calculators import kv_bytes_per_token
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l16_speculative_sampling.more.speed import speedup
 from lessons.toolbox.measure.hardware import CHIPS
-from tests.link_rules import slug
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LESSONS = REPOSITORY / "lessons"

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from book.glossary import slug
 from tests.course_rules import Complaints, complete_rooms
-from tests.link_rules import HIDDEN, slug
+from tests.link_rules import HIDDEN
 
 # Of a README, as it is read: folded hints and answers, code and formulas do not count.
 CORE_WORDS = 1800

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make .venv from requirements.txt, or say in one line what to do. `make setup` calls it unless .venv/installed, a copy
-# of requirements.txt that is written last, says that everything is there. `make peers` and `make clients` make other
-# folders from other lists, with flags for pip and what to import first.
+# of requirements.txt that is written last, says that everything is there. `make peers`, `make clients` and `make book`
+# make other folders from other lists, with flags for pip and what to import first.
 #     sh lessons/toolbox/setup.sh python3 [FOLDER LIST OLDEST_PYTHON FLAGS MODULES]
 cd "$(dirname "$0")/../.." || exit 1
 venv=${2:-.venv} list=${3:-requirements.txt} oldest=${4:-3.10} flags=$5 modules=${6:-torch, transformers}
@@ -54,6 +54,7 @@ run "a first import" "$venv/bin/python" -c "import $modules"
 run "finishing" cp "$list" "$venv/installed"
 case $venv in
 .venv) try="make demo" ;;
+.venv-book) try="make book" ;;
 .venv-peers) try="make test-all TESTS=tests/test_vllm_peer.py" ;;
 *) try="make test-all TESTS=tests/server/test_conversations.py" ;;
 esac

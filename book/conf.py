@@ -1,0 +1,30 @@
+"""How Sphinx makes the book out of what book/stage.py wrote.
+
+Sphinx with MyST, because its Markdown is CommonMark with GitHub's anchors, which our pages are
+written in, because notebooks become pages with what they printed, and because its search is a
+script that also works from a folder, without a server.
+"""
+
+project = "The Inference Ladder"
+author = "The Inference Ladder"
+language = "en"
+extensions = ["myst_nb", "sphinx_copybutton"]
+myst_heading_anchors = 5
+myst_links_external_new_tab = False
+nb_execution_mode = "off"
+nb_merge_streams = True
+# a picture before its text; a widget is a picture here
+nb_mime_priority_overrides = [("html", "image/png", 5), ("html", "text/html", 10)]
+highlight_language = "none"
+html_theme = "furo"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["book.css"]
+html_js_files = ["glossary.js", "book.js"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "light_css_variables": {"font-stack--monospace": "'DejaVu Sans Mono', Menlo, monospace"},
+}
+# headings that say the same in two lessons are meant
+suppress_warnings = ["myst.header"]

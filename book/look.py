@@ -1,0 +1,98 @@
+"""What a browser makes of the book: `python -m book.look build/book/html pages…` prints JSON.
+
+Each page is opened from its folder, without a server, at the width of a laptop and of a phone, in
+light and dark. Told are errors on the console, how far it is wider than the window, pictures that
+did not load, bytes that were loaded, and what axe-core, the usual checker of accessibility, finds.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import axe_playwright_python
+from playwright.sync_api import Browser, sync_playwright
+
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
+WIDTHS = {"laptop": 1280, "phone": 390}
+BROKEN = "[...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src)"
+TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def browser_file() -> str | None:
+    """Chromium or Chrome; None: there is none."""
+    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+
+
+def axe() -> str:
+    """The checker, a script."""
+    return next(Path(axe_playwright_python.__file__).parent.rglob("axe.min.js")).read_text()
+
+
+def size_of(urls: set[str]) -> int:
+    """Bytes of files that a page loaded from the disk."""
+    paths = {Path(url2pathname(urlsplit(url).path)) for url in urls if url.startswith("file:")}
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def look(browser: Browser, html: Path, page: str, width: int, scheme: str) -> dict:
+    """What one page is in one window."""
+    size = {"width": width, "height": 900}
+    tab = browser.new_page(viewport=size, color_scheme=scheme)
+    errors, loaded = [], set()
+    tab.on("request", lambda request: loaded.add(request.url))
+    tab.on("console", lambda said: said.type == "error" and errors.append(said.text))
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(f"file://{html.resolve()}/{page}")
+    tab.wait_for_load_state("networkidle")
+    found = {"page": page, "width": width, "scheme": scheme, "errors": errors}
+    found |= {"broken": tab.evaluate(BROKEN), "too_wide": tab.evaluate(TOO_WIDE)}
+    found["bytes"] = size_of(loaded)
+    tab.evaluate(axe())
+    # preload asks for style sheets again, which a page in a folder may not
+    violations = tab.evaluate("axe.run(document, {preload: false})")["violations"]
+    found["axe"] = [f"{one['id']}: {one['nodes'][0]['html'][:100]}" for one in violations]
+    tab.close()
+    return found
+
+
+def term(browser: Browser, html: Path, page: str) -> str:
+    """What stands in the box over the first term of a page that has the keyboard."""
+    tab = browser.new_page()
+    tab.goto(f"file://{html.resolve()}/{page}")
+    tab.focus("a.term")
+    said = tab.inner_text("#definition")
+    tab.keyboard.press("Escape")
+    is_closed = tab.is_hidden("#definition")
+    tab.close()
+    return said if is_closed else f"still open: {said}"
+
+
+def searched(browser: Browser, html: Path, word: str) -> list[str]:
+    """Titles of the pages that the search finds."""
+    tab = browser.new_page()
+    tab.goto(f"file://{html.resolve()}/search.html?q={word}")
+    tab.wait_for_selector("#search-results ul li a", timeout=20_000)
+    tab.wait_for_timeout(500)
+    titles = tab.locator("#search-results ul li a").all_inner_texts()
+    tab.close()
+    return titles
+
+
+def main(html: Path, pages: list[str]) -> dict:
+    """Every page in every window, the first page's first term, a search."""
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_file(), args=["--no-sandbox"])
+        windows = [(width, scheme) for width in WIDTHS.values() for scheme in ("light", "dark")]
+        looks = [look(browser, html, page, *window) for page in pages for window in windows]
+        lesson = "lessons/l09_flash_attention/README.html"
+        found = {"looks": looks, "term": term(browser, html, lesson)}
+        found["search"] = searched(browser, html, "preemption")
+        browser.close()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])))

@@ -1,0 +1,115 @@
+"""In which order a reader meets the pages, as the front page has them."""
+
+import re
+from dataclasses import dataclass
+from os.path import relpath
+from pathlib import Path, PurePosixPath
+
+# a row of the front page's table: its title, its room
+ROW = re.compile(r"^\| \[(\d\d [^\]]+)\]\(lessons/(l\d\d_\w+)/README\.md\)", re.MULTILINE)
+TITLES = {
+    "INSTALL.md": "Install",
+    "AGENTS.md": "With an AI assistant",
+    "lessons/GLOSSARY.md": "Glossary",
+    "lessons/NOTATION.md": "Notation",
+    "lessons/GUIDES.md": "What guides print, and what is true",
+    "lessons/PROFILING.md": "How to read a profile",
+    "lessons/CHOOSING.md": "Which engine for which job",
+    "lessons/TEACHING.md": "For teachers",
+    "lessons/toolbox/gpu/README.md": "Compiled code on a CPU",
+    "exercises/README.md": "Exercises",
+    "reference/README.md": "The engine",
+    "results/README.md": "Measurements and proofs",
+    "models/README.md": "The embedded models",
+    "deploy/README.md": "Deployment",
+}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A page, and the pages below it."""
+
+    page: str  # its file in the repository
+    title: str = ""  # for the side of the book; without it the page's heading
+    below: "tuple[Chapter, ...]" = ()
+
+    def entries(self) -> list[str]:
+        """Lines of the list of what is below."""
+        return [chapter.entry(self.page) for chapter in self.below]
+
+    def entry(self, beside: str) -> str:
+        """Its line in the list of another page."""
+        here = PurePosixPath(staged(beside)).parent
+        name = relpath(PurePosixPath(staged(self.page)).with_suffix(""), here)
+        return f"{self.title} <{name}>" if self.title else name
+
+
+@dataclass(frozen=True)
+class Part:
+    """Chapters under one caption."""
+
+    caption: str
+    chapters: tuple[Chapter, ...]
+
+    def entries(self) -> list[str]:
+        """Lines of the list on the front page."""
+        return [chapter.entry("README.md") for chapter in self.chapters]
+
+
+def staged(page: str) -> str:
+    """The name of a page in the book."""
+    return "index.md" if page == "README.md" else page
+
+
+def lessons(root: Path) -> list[Chapter]:
+    """All lessons in the order of the front page, each with its notebook and what is more."""
+    front = (root / "README.md").read_text(encoding="utf-8")
+    chapters = []
+    for title, room in ROW.findall(front):
+        below = [Chapter(f"notebooks/{room[1:]}.ipynb", "Notebook")]
+        if (root / f"lessons/{room}/MORE.md").is_file():
+            below.append(Chapter(f"lessons/{room}/MORE.md", "More"))
+        page = f"lessons/{room}/README.md"
+        seen = {page, *(chapter.page for chapter in below)}
+        below += others(root, f"lessons/{room}", seen)
+        chapters.append(Chapter(page, title, tuple(below)))
+    return chapters
+
+
+def others(root: Path, folder: str, seen: set[str]) -> tuple[Chapter, ...]:
+    """The pages of a folder and those below it that no list has yet, by their headings."""
+    paths = sorted((root / folder).rglob("*.md"))
+    names = [path.relative_to(root).as_posix() for path in paths]
+    return tuple(Chapter(name) for name in names if name not in seen)
+
+
+def parts(root: Path) -> list[Part]:
+    """The whole book."""
+    named = [Chapter(page, title) for page, title in TITLES.items()]
+    by_page = {chapter.page: chapter for chapter in named}
+    seen = set(TITLES)
+
+    def with_others(page: str, folder: str, *first: Chapter) -> Chapter:
+        return Chapter(page, TITLES[page], (*first, *others(root, folder, seen)))
+
+    engine = with_others(
+        "reference/README.md",
+        "reference",
+        Chapter("notebooks/engine.ipynb", "Notebook"),
+        Chapter("api.md", "Interface"),
+    )
+    beside = [by_page[page] for page in TITLES if page.startswith("lessons/")]
+    return [
+        Part("Begin", (by_page["INSTALL.md"], by_page["AGENTS.md"])),
+        Part("Lessons", tuple(lessons(root))),
+        Part("The engine", (engine, with_others("deploy/README.md", "deploy"))),
+        Part(
+            "Beside the lessons",
+            (
+                *beside,
+                by_page["exercises/README.md"],
+                with_others("models/README.md", "models"),
+                by_page["results/README.md"],
+            ),
+        ),
+    ]

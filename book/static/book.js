@@ -1,0 +1,69 @@
+/* A term's definition opens where the pointer or the keyboard rests on its link. */
+(function () {
+  "use strict";
+  if (location.protocol === "file:" && window.DOCUMENTATION_OPTIONS) {
+    // a page in a folder may not read another one, so results have titles only
+    window.DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+  }
+
+  // what the theme leaves to be said: levels of captions, names of its sides, and that a reader
+  // without a mouse reaches what moves sideways
+  function speakOfItself() {
+    document.querySelectorAll('p.caption[role="heading"]').forEach((caption) => {
+      caption.setAttribute("aria-level", "2");
+    });
+    const sides = { ".sidebar-drawer": "Pages", ".toc-drawer": "On this page" };
+    for (const [side, name] of Object.entries(sides)) {
+      const found = document.querySelector(side);
+      if (found) found.setAttribute("aria-label", name);
+    }
+    document.querySelectorAll("article pre, article .table-wrapper").forEach((box) => {
+      box.setAttribute("tabindex", "0");
+    });
+    document.querySelectorAll("article th").forEach((cell) => {
+      // a table whose rows name themselves has no word over them
+      if (!cell.textContent.trim()) cell.outerHTML = "<td></td>";
+    });
+  }
+
+  function anchorOf(link) {
+    const found = /GLOSSARY\.html#(.+)$/.exec(link.getAttribute("href") || "");
+    return found && decodeURIComponent(found[1]);
+  }
+
+  function place(box, link) {
+    const at = link.getBoundingClientRect();
+    const widest = document.documentElement.clientWidth - box.offsetWidth - 8;
+    box.style.left = Math.max(8, Math.min(at.left, widest)) + window.scrollX + "px";
+    box.style.top = at.bottom + 6 + window.scrollY + "px";
+  }
+
+  document.addEventListener("DOMContentLoaded", function () {
+    speakOfItself();
+    const terms = window.GLOSSARY || {};
+    const box = document.createElement("div");
+    box.id = "definition";
+    box.setAttribute("role", "tooltip");
+    box.hidden = true;
+    document.body.appendChild(box);
+
+    function show(link) {
+      box.textContent = terms[anchorOf(link)];
+      box.hidden = false;
+      place(box, link);
+    }
+    function hide() {
+      box.hidden = true;
+    }
+    for (const link of document.querySelectorAll("article a[href]")) {
+      if (!terms[anchorOf(link)]) continue;
+      link.classList.add("term");
+      link.setAttribute("aria-describedby", "definition");
+      link.addEventListener("mouseenter", () => show(link));
+      link.addEventListener("focus", () => show(link));
+      link.addEventListener("mouseleave", hide);
+      link.addEventListener("blur", hide);
+    }
+    document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+  });
+})();

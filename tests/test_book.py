@@ -1,0 +1,150 @@
+"""The sources of the book: every page is there, and every link of a page stays inside."""
+
+import ast
+import json
+import re
+from os.path import normpath
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from book import api, code, glossary, order
+from book.stage import FENCED, LINK, REPOSITORY, Stage, pages_of, stage
+from tests.course_rules import committed_files, complete_rooms, within
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("book") / "source"
+    stage(REPOSITORY, out)
+    return out
+
+
+def text_of(page: Path) -> str:
+    """What is Markdown in it."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    return FENCED.sub("", text)
+
+
+def test_every_page_and_notebook_is_in_the_book(source):
+    reports = "reference/bench/open_tasks/reports"
+    for path in committed_files(REPOSITORY, ".md", ".ipynb"):
+        name = within(REPOSITORY, path)
+        if not name.startswith(("tests/", ".github/")):
+            assert (source / order.staged(name)).is_file(), name
+    assert (source / reports / "board.md").is_file()
+
+
+def test_the_lessons_stand_as_the_front_page_has_them():
+    chapters = order.lessons(REPOSITORY)
+    rooms = {room.name for room in complete_rooms(REPOSITORY)}
+    assert {chapter.page.split("/")[1] for chapter in chapters} == rooms
+    front = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    places = [front.index(f"]({chapter.page})") for chapter in chapters]
+    assert places == sorted(places)
+    assert all(chapter.below[0].page.startswith("notebooks/") for chapter in chapters)
+
+
+def test_every_link_leads_to_a_file_of_the_book(source):
+    count = 0
+    for page in pages_of(source):
+        if page.is_relative_to(source / "code") and page.name != "index.md":
+            continue  # a file of code, which is no Markdown
+        for found in LINK.finditer(text_of(page)):
+            target = normpath(page.parent / found["file"])
+            original = REPOSITORY / page.relative_to(source).parent / found["file"]
+            assert Path(target).is_file() or not original.exists(), f"{page}: {found[0]}"
+            count += Path(target).is_file()
+    assert count > 1000
+
+
+def test_every_page_of_the_lists_is_there(source):
+    for page in source.rglob("*.md"):
+        for tree in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+            for line in tree.splitlines():
+                if line and not line.startswith(":"):
+                    name = re.sub(r"^.*<(.*)>$", r"\1", line)
+                    found = [(page.parent / f"{name}{end}").is_file() for end in (".md", ".ipynb")]
+                    assert any(found), f"{page}: {line}"
+
+
+def test_a_link_to_code_shows_the_code_as_it_is(source):
+    shown = list((source / "code").rglob("optimized.py"))
+    assert len(shown) > 10
+    for copy in shown:
+        name = copy.relative_to(source / "code")
+        assert copy.read_bytes() == (REPOSITORY / name).read_bytes()
+        assert f"/code/{name}" in (source / code.file_page(str(name))).read_text("utf-8")
+
+
+def test_links_to_a_folder_show_what_is_in_it(source):
+    page = (source / "code/results/h200/index.md").read_text(encoding="utf-8")
+    for path in (REPOSITORY / "results/h200").iterdir():
+        assert path.name in page, path.name
+
+
+def test_labels_of_code_are_links_and_code_is_none(tmp_path):
+    page = Stage(REPOSITORY, tmp_path)
+    text = "[`f`](lessons/__init__.py)\n```\n[x](lessons/__init__.py)\n```\n`a[i](lessons)`\n"
+    led = page.led("README.md", text)
+    assert led.startswith("[`f`](code/lessons/__init__.py.md)\n")
+    assert "\n[x](lessons/__init__.py)\n" in led and page.files == {"lessons/__init__.py"}
+
+
+def test_an_anchor_stays_behind_its_page(tmp_path):
+    page = Stage(REPOSITORY, tmp_path)
+    text = "[a](../README.md#the-engine) [b](#here) [c](GLOSSARY.md#token)"
+    said = "[a](../index.md#the-engine) [b](#here) [c](GLOSSARY.md#token)"
+    assert page.led("lessons/TEACHING.md", text) == said
+
+
+def test_a_term_is_defined_in_plain_words():
+    terms = glossary.definitions(REPOSITORY)
+    page = (REPOSITORY / "lessons/GLOSSARY.md").read_text(encoding="utf-8")
+    assert len(terms) == page.count("\n### ")
+    for anchor, said in terms.items():
+        assert said and not re.search(r"\]\(|\*\[|`|Lesson \d+\*$", said), (anchor, said)
+    linked = set()
+    for path in committed_files(REPOSITORY, ".md"):
+        linked |= set(re.findall(r"GLOSSARY\.md#([^)\s]+)", path.read_text(encoding="utf-8")))
+    assert linked <= terms.keys()
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")))
+def test_a_notebook_is_one_by_its_schema(path):
+    nbformat.validate(nbformat.read(path, as_version=4))
+
+
+# ---------------------------------------------------------------- the interface
+
+
+def test_the_interface_names_what_is_public(source):
+    page = (source / "api.md").read_text(encoding="utf-8")
+    for name in ("LLM", "LLM.generate", "SamplingParams", "EngineArgs", "AsyncLLMEngine"):
+        assert f"### {name}\n" in page, name
+    assert "#### LLM._" not in page and "temperature: float" in page
+
+
+def test_a_signature_says_every_argument():
+    tree = ast.parse("def f(a: dict[str, int], *, b: int=3, **c) -> int: pass")
+    assert api.signature(tree.body[0]) == "def f(a: dict[str, int], *, b: int=3, **c) -> int"
+    assert api.arguments(tree.body[0].args) == ["a: dict[str, int]", "*", "b: int=3", "**c"]
+
+
+def test_a_docstring_keeps_its_shapes_and_its_code():
+    lines = api.prose("x: [B, H] of a*b.\n\n    call(x)\n    again\n\nEnd.")
+    assert lines == [
+        r"x: \[B, H\] of a\*b.",
+        "",
+        "```text",
+        "call(x)",
+        "again",
+        "```",
+        "",
+        "End.",
+        "",
+    ]

@@ -1,0 +1,81 @@
+"""The book in a browser, for make test-all: `make book` first, and Chromium."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from book.stage import REPOSITORY
+from tests.test_trace import in_a_browser
+
+PYTHON = REPOSITORY / ".venv-book/bin/python"
+HTML = REPOSITORY / "build/book/html"
+LARGEST = 2**20  # bytes that a page may load
+# a folder of pictures shows all of them
+GALLERY, LARGEST_GALLERY = "code/results/h200/index.html", 2 * LARGEST
+# of the search page, whose heading is the theme's
+MEANT = {"search.html": ("page-has-heading-one",)}
+ROOMS = "lessons/l09_flash_attention", "lessons/l27_states", "lessons/l12_paged_kv"
+PAGES = [
+    "index.html",
+    "search.html",
+    "api.html",
+    "lessons/GLOSSARY.html",
+    "results/README.html",
+    GALLERY,
+    "code/lessons/l02_naive_attention/decoder.py.html",
+    "notebooks/09_flash_attention.html",
+    *(f"{room}/{page}.html" for room in ROOMS for page in ("README", "MORE")),
+]
+
+
+@pytest.fixture(scope="module")
+def looked(request) -> dict:
+    if not request.config.getoption("--all"):
+        pytest.skip("NOT RUN: a browser takes a minute (make test-all)")
+    if not PYTHON.exists() or not (HTML / "index.html").exists():
+        pytest.skip("NOT RUN: there is no book here (make book)")
+    command = [PYTHON, "-m", "book.look", HTML, *PAGES]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@in_a_browser
+def test_every_page_is_whole_in_every_window(looked):
+    assert {look["page"] for look in looked["looks"]} == set(PAGES)
+    assert len(looked["looks"]) == 4 * len(PAGES)  # two widths, light and dark
+    for look in looked["looks"]:
+        where = f"{look['page']}, {look['width']} wide, {look['scheme']}"
+        assert not look["errors"] and not look["broken"], f"{where}: {look}"
+        assert look["too_wide"] <= 0, f"{where}: {look['too_wide']} pixels wider than the window"
+        largest = LARGEST_GALLERY if look["page"] == GALLERY else LARGEST
+        assert look["bytes"] <= largest, f"{where}: {look['bytes']} bytes"
+
+
+@in_a_browser
+def test_everybody_can_read_it(looked):
+    """Contrast, names, order and keyboard, as far as axe-core finds what is wrong."""
+    for look in looked["looks"]:
+        meant = MEANT.get(look["page"], ())
+        found = [said for said in look["axe"] if not said.startswith(meant or ("?",))]
+        assert not found, f"{look['page']}, {look['width']} wide, {look['scheme']}: {found}"
+
+
+@in_a_browser
+def test_a_term_opens_for_the_keyboard_and_closes(looked):
+    glossary = (REPOSITORY / "lessons/GLOSSARY.md").read_text(encoding="utf-8")
+    assert looked["term"] and looked["term"] in glossary
+
+
+@in_a_browser
+def test_the_search_finds_without_a_server(looked):
+    titles = " ".join(looked["search"])
+    assert "Glossary" in titles and "Lesson 15" in titles, looked["search"]
+
+
+def test_the_book_names_what_looks_at_it():
+    wanted = (Path(REPOSITORY) / "book/requirements.txt").read_text(encoding="utf-8")
+    for package in ("Sphinx", "myst-nb", "furo", "playwright", "axe-playwright-python"):
+        assert f"\n{package}==" in wanted
