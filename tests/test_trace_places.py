@@ -146,4 +146,7 @@ def test_the_page_counts_the_places(recorded, tmp_path):
     last = len(read_trace(path).steps) - 1
     shown = opened(tmp_path / "steps.html", tmp_path, last)
     in_host = sum(own[-1] == [-1, "", HOST] for own in histories(path).values())
-    assert shown["error"] == "" and f"{in_host} in host memory" in shown["where"]
+    # how many it is at the end depends on the copies, and the page leaves out what nobody has
+    said = "in host memory" in shown["where"]
+    assert shown["error"] == "" and said == (in_host > 0)
+    assert not said or f"{in_host} in host memory" in shown["where"]
