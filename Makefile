@@ -45,7 +45,7 @@ book: ## the course as pages for a browser, in build/book/html, without a server
 	@test -x .venv-book/bin/python && cmp -s $(BOOK) .venv-book/installed || \
 	  TORCH_INDEX= sh lessons/toolbox/setup.sh $(PYTHON) .venv-book $(BOOK) 3.11 --no-deps "sphinx, myst_nb, furo"
 	@.venv-book/bin/python -m book.stage build/book/source
-	@.venv-book/bin/python -m sphinx -q -W --keep-going -d build/book/doctrees build/book/source build/book/html
+	@.venv-book/bin/python -m sphinx -W --keep-going -d build/book/doctrees build/book/source build/book/html
 	@echo "open build/book/html/index.html"
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)

@@ -10,7 +10,6 @@ author = "The Inference Ladder"
 language = "en"
 extensions = ["myst_nb", "sphinx_copybutton"]
 myst_heading_anchors = 5
-myst_links_external_new_tab = False
 nb_execution_mode = "off"
 nb_merge_streams = True
 # a picture before its text; a widget is a picture here
@@ -24,7 +23,12 @@ html_js_files = ["glossary.js", "book.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
-    "light_css_variables": {"font-stack--monospace": "'DejaVu Sans Mono', Menlo, monospace"},
+    "light_css_variables": {
+        "font-stack--monospace": "'DejaVu Sans Mono', Menlo, monospace",
+        "figure-filter": "none",
+    },
+    # A figure has a white ground. In the dark its lightness is turned over, and its hues stay.
+    "dark_css_variables": {"figure-filter": "invert(0.92) hue-rotate(180deg)"},
 }
-# headings that say the same in two lessons are meant
+# terms of the glossary are third-level headings below its title
 suppress_warnings = ["myst.header"]

@@ -1,13 +1,16 @@
-"""What a browser makes of the book: `python -m book.look build/book/html pages…` prints JSON.
+"""What a browser makes of the book, as JSON.
 
-Each page is opened from its folder, without a server, at the width of a laptop and of a phone, in
-light and dark. Told are errors on the console, how far it is wider than the window, pictures that
-did not load, bytes that were loaded, and what axe-core, the usual checker of accessibility, finds.
+    python -m book.look /usr/bin/chromium build/book/html index.html api.html
+
+It opens each page from its folder, without a server, at the width of a laptop and of a phone, in
+light and in dark. It tells the errors on the console, how much wider than its window the page is,
+which pictures did not load, how many bytes did, and what axe-core finds, which checks whether
+everybody can read a page.
 """
 
 import json
-import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -15,19 +18,14 @@ from urllib.request import url2pathname
 import axe_playwright_python
 from playwright.sync_api import Browser, sync_playwright
 
-BROWSERS = "chromium", "chromium-browser", "google-chrome"
-WIDTHS = {"laptop": 1280, "phone": 390}
+WIDTHS = 1280, 390  # pixels, of a laptop and of a phone
 BROKEN = "[...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src)"
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
-def browser_file() -> str | None:
-    """Chromium or Chrome; None: there is none."""
-    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
-
-
+@cache
 def axe() -> str:
-    """The checker, a script."""
+    """The script of axe-core."""
     return next(Path(axe_playwright_python.__file__).parent.rglob("axe.min.js")).read_text()
 
 
@@ -59,7 +57,7 @@ def look(browser: Browser, html: Path, page: str, width: int, scheme: str) -> di
 
 
 def term(browser: Browser, html: Path, page: str) -> str:
-    """What stands in the box over the first term of a page that has the keyboard."""
+    """The definition that opens when the keyboard reaches the first term of a page."""
     tab = browser.new_page()
     tab.goto(f"file://{html.resolve()}/{page}")
     tab.focus("a.term")
@@ -81,11 +79,11 @@ def searched(browser: Browser, html: Path, word: str) -> list[str]:
     return titles
 
 
-def main(html: Path, pages: list[str]) -> dict:
-    """Every page in every window, the first page's first term, a search."""
+def main(chromium: str, html: Path, pages: list[str]) -> dict:
+    """All pages in all windows, the first term of a lesson, and a search."""
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=browser_file(), args=["--no-sandbox"])
-        windows = [(width, scheme) for width in WIDTHS.values() for scheme in ("light", "dark")]
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        windows = [(width, scheme) for width in WIDTHS for scheme in ("light", "dark")]
         looks = [look(browser, html, page, *window) for page in pages for window in windows]
         lesson = "lessons/l09_flash_attention/README.html"
         found = {"looks": looks, "term": term(browser, html, lesson)}
@@ -95,4 +93,4 @@ def main(html: Path, pages: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])))
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])))

@@ -1,9 +1,12 @@
 """In which order a reader meets the pages, as the front page has them."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path, PurePosixPath
+
+from book import api
 
 # a row of the front page's table: its title, its room
 ROW = re.compile(r"^\| \[(\d\d [^\]]+)\]\(lessons/(l\d\d_\w+)/README\.md\)", re.MULTILINE)
@@ -62,7 +65,7 @@ def staged(page: str) -> str:
 
 
 def lessons(root: Path) -> list[Chapter]:
-    """All lessons in the order of the front page, each with its notebook and what is more."""
+    """All lessons in the order of the front page, each with its notebook and its other pages."""
     front = (root / "README.md").read_text(encoding="utf-8")
     chapters = []
     for title, room in ROW.findall(front):
@@ -70,46 +73,40 @@ def lessons(root: Path) -> list[Chapter]:
         if (root / f"lessons/{room}/MORE.md").is_file():
             below.append(Chapter(f"lessons/{room}/MORE.md", "More"))
         page = f"lessons/{room}/README.md"
-        seen = {page, *(chapter.page for chapter in below)}
-        below += others(root, f"lessons/{room}", seen)
+        below += others(root, f"lessons/{room}", {page, *(chapter.page for chapter in below)})
         chapters.append(Chapter(page, title, tuple(below)))
     return chapters
 
 
-def others(root: Path, folder: str, seen: set[str]) -> tuple[Chapter, ...]:
-    """The pages of a folder and those below it that no list has yet, by their headings."""
+def others(root: Path, folder: str, known: Collection[str]) -> list[Chapter]:
+    """The pages in a folder and its subfolders, but for the known ones. Their titles are their
+    headings.
+    """
     paths = sorted((root / folder).rglob("*.md"))
     names = [path.relative_to(root).as_posix() for path in paths]
-    return tuple(Chapter(name) for name in names if name not in seen)
+    return [Chapter(name) for name in names if name not in known]
+
+
+def titled(root: Path, page: str, folder: str | None = None, first: list = ()) -> Chapter:
+    """A page of TITLES. folder: whose other pages stand below it, behind those of `first`."""
+    below = others(root, folder, TITLES) if folder else []
+    return Chapter(page, TITLES[page], (*first, *below))
 
 
 def parts(root: Path) -> list[Part]:
     """The whole book."""
-    named = [Chapter(page, title) for page, title in TITLES.items()]
-    by_page = {chapter.page: chapter for chapter in named}
-    seen = set(TITLES)
-
-    def with_others(page: str, folder: str, *first: Chapter) -> Chapter:
-        return Chapter(page, TITLES[page], (*first, *others(root, folder, seen)))
-
-    engine = with_others(
-        "reference/README.md",
-        "reference",
-        Chapter("notebooks/engine.ipynb", "Notebook"),
-        Chapter("api.md", "Interface"),
-    )
-    beside = [by_page[page] for page in TITLES if page.startswith("lessons/")]
-    return [
-        Part("Begin", (by_page["INSTALL.md"], by_page["AGENTS.md"])),
-        Part("Lessons", tuple(lessons(root))),
-        Part("The engine", (engine, with_others("deploy/README.md", "deploy"))),
-        Part(
-            "Beside the lessons",
-            (
-                *beside,
-                by_page["exercises/README.md"],
-                with_others("models/README.md", "models"),
-                by_page["results/README.md"],
-            ),
-        ),
+    of_engine = [Chapter("notebooks/engine.ipynb", "Notebook"), Chapter(api.PAGE, "Interface")]
+    engine = [
+        titled(root, "reference/README.md", "reference", of_engine),
+        titled(root, "deploy/README.md", "deploy"),
     ]
+    beside = [titled(root, page) for page in TITLES if page.startswith("lessons/")]
+    beside += [
+        titled(root, "exercises/README.md"),
+        titled(root, "models/README.md", "models"),
+        titled(root, "results/README.md"),
+    ]
+    begin = [titled(root, page) for page in ("INSTALL.md", "AGENTS.md")]
+    by_caption = {"Begin": begin, "Lessons": lessons(root), "The engine": engine}
+    by_caption |= {"Beside the lessons": beside}
+    return [Part(caption, tuple(chapters)) for caption, chapters in by_caption.items()]

@@ -7,7 +7,6 @@ link between two pages stays as it is; the front page alone becomes index.md. A 
 code leads to a page that shows it, and a link to a folder to a list of what is in it.
 """
 
-import argparse
 import json
 import re
 import shutil
@@ -17,15 +16,13 @@ from os.path import relpath
 from pathlib import Path, PurePosixPath
 
 from book import api, code, glossary, order
+from book.links import LINK
+from lessons.toolbox.command import OneLineParser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# whether it is an image, its label, the file, the anchor
-LINK = re.compile(
-    r"(?P<bang>!?)\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]"
-    r"\((?P<file>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)"
-)
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-# what a widget would need a kernel for; its picture stays
+CONF = "conf.py"  # Sphinx reads it beside the pages
+# an output that only a running kernel could show; its picture stays
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -50,24 +47,26 @@ class Stage:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.root / name, target)
 
-    def led(self, page: str, text: str) -> str:
-        """The text of a page whose links stay in the book. page: its file in the repository."""
+    def relinked(self, page: str, text: str) -> str:
+        """The text of a page, its links changed so that they stay in the book. page: its file in
+        the repository.
+        """
+        here = PurePosixPath(order.staged(page)).parent
 
-        def leads(found: re.Match) -> str:
-            target = self.target(page, found["file"], is_image=bool(found["bang"]))
-            if target is None:
+        def relink(found: re.Match) -> str:
+            file, hash_, anchor = found["target"].partition("#")
+            place = self.place(page, file, is_image=bool(found["bang"]))
+            if place is None:
                 return found[0]
-            here = PurePosixPath(order.staged(page)).parent
-            return (
-                f"{found['bang']}[{found['label']}]({relpath(target, here)}{found['anchor'] or ''})"
-            )
+            target = f"{relpath(place, here)}{hash_}{anchor}{found['title'] or ''}"
+            return f"{found['bang']}[{found['label']}]({target})"
 
-        return outside_fences(text, lambda part: LINK.sub(leads, part))
+        return outside_fences(text, lambda part: LINK.sub(relink, part))
 
-    def target(self, page: str, link: str, is_image: bool) -> str | None:
-        """Where a link of a page leads within the book; None: it is no link to a file."""
-        path = (self.root / page).parent / link
-        if not path.exists():
+    def place(self, page: str, file: str, is_image: bool) -> str | None:
+        """Where the book has the file that a page links to; None: there is no such file."""
+        path = (self.root / page).parent / file
+        if not file or not path.exists():
             return None
         name = relpath(path.resolve(), self.root.resolve())
         if path.is_dir():
@@ -86,14 +85,14 @@ class Stage:
     def page(self, name: str, behind: str = "") -> None:
         """A page of the course. behind: what the book adds at its end."""
         text = (self.root / name).read_text(encoding="utf-8")
-        self.write(order.staged(name), self.led(name, text) + behind)
+        self.write(order.staged(name), self.relinked(name, text) + behind)
 
     def notebook(self, name: str) -> None:
         """A notebook as it was run."""
         notebook = json.loads((self.root / name).read_text(encoding="utf-8"))
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
-                cell["source"] = self.led(name, "".join(cell["source"]))
+                cell["source"] = self.relinked(name, "".join(cell["source"]))
             for output in cell.get("outputs", []):
                 output.get("data", {}).pop(WIDGET, None)
         notebook["metadata"].pop("widgets", None)
@@ -101,8 +100,8 @@ class Stage:
 
 
 def outside_fences(text: str, change) -> str:
-    """The text, changed where it is no fenced code: change(part) -> part. Between other code and a
-    link whose label is code only the file tells, which has to be there.
+    """The text, changed where it is no fenced code. change(part) -> part. Code in the line is not
+    left out, because a link's label may be code. What looks like a link there names no file.
     """
     parts, end = [], 0
     for found in FENCED.finditer(text):
@@ -112,13 +111,17 @@ def outside_fences(text: str, change) -> str:
 
 
 def toctree(entries: list[str], caption: str = "") -> str:
-    """A list of pages for the side of the book. entries: "title <page>", or a page."""
+    """A list of pages for the side of the book, in MyST. entries: "title <page>", or a page."""
     head = [":hidden:", *([f":caption: {caption}"] if caption else [])]
     return "\n".join(["\n\n```{toctree}", *head, "", *entries, "```", ""])
 
 
 def stage(root: Path, out: Path) -> Stage:
-    """Write the sources of the book. out: a folder, which is emptied first."""
+    """Write the sources of the book. out: a new folder, or one with an earlier book, which is
+    emptied. Raises ValueError for a folder with anything else.
+    """
+    if out.exists() and not (out / CONF).is_file() and any(out.iterdir()):
+        raise ValueError(f"out: got {out}; accepted: a new folder, or one with an earlier book")
     shutil.rmtree(out, ignore_errors=True)
     stage = Stage(root, out)
     parts = order.parts(root)
@@ -130,7 +133,7 @@ def stage(root: Path, out: Path) -> Stage:
     api.write(stage)
     code.write(stage)
     here = Path(__file__).parent
-    shutil.copyfile(here / "conf.py", out / "conf.py")
+    shutil.copyfile(here / CONF, out / CONF)
     shutil.copytree(here / "static", out / "_static")
     stage.write("_static/glossary.js", glossary.script(root))
     return stage
@@ -141,7 +144,7 @@ def write_chapter(stage: Stage, chapter: order.Chapter) -> None:
     below = toctree(chapter.entries()) if chapter.below else ""
     if chapter.page.endswith(".ipynb"):
         stage.notebook(chapter.page)
-    elif (stage.root / chapter.page).is_file():
+    elif chapter.page != api.PAGE:  # which is written out of code
         stage.page(chapter.page, behind=below)
     for part in chapter.below:
         write_chapter(stage, part)
@@ -154,10 +157,13 @@ def pages_of(out: Path) -> Iterator[Path]:
 
 def main() -> None:
     """Write them, and say how many."""
-    parser = argparse.ArgumentParser(prog="python -m book.stage")
-    parser.add_argument("out", type=Path, help="a folder, which is emptied first")
+    parser = OneLineParser(prog="python -m book.stage")
+    parser.add_argument("out", type=Path, help="a new folder, or one with an earlier book")
     out = parser.parse_args().out
-    stage(REPOSITORY, out)
+    try:
+        stage(REPOSITORY, out)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"book: {sum(1 for _ in pages_of(out))} pages")
 
 

@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from book.links import LINK
 from tests.course_rules import Complaints, complete_rooms
-from tests.link_rules import LINK, rows_of_tests
+from tests.link_rules import rows_of_tests
 from tests.markdown import section, sections
 
 HEADINGS = {  # in this order

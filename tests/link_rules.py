@@ -9,15 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from book.glossary import slug
+from book.links import LINK, slug
 from lessons.toolbox.proof.pages import pages
 from tests.course_rules import Complaints, committed_files, complete_rooms, within
 from tests.markdown import section
 
-# whether it is an image, its label, its target
-LINK = re.compile(
-    r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+(?:\([^()]*\))?)(?:\s+\"[^\"]*\")?\)"
-)
 # code and comments, where nothing is a link
 HIDDEN = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->", re.DOTALL | re.MULTILINE)
 
@@ -42,7 +38,7 @@ def _text_cells(notebook: dict) -> str:
 
 def _links(path: Path, text: str) -> Iterator[str]:
     text = re.sub(HIDDEN, "", text)
-    for bang, label, target in LINK.findall(text):
+    for bang, label, target, _ in LINK.findall(text):
         if bang and not label.strip():
             yield f"image {target} has no alt text"
         yield from _leads_nowhere(path, target, text)

@@ -6,11 +6,11 @@ import re
 from os.path import normpath
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from book import api, code, glossary, order
-from book.stage import FENCED, LINK, REPOSITORY, Stage, pages_of, stage
+from book.links import LINK
+from book.stage import FENCED, REPOSITORY, Stage, pages_of, stage
 from tests.course_rules import committed_files, complete_rooms, within
 
 
@@ -55,9 +55,11 @@ def test_every_link_leads_to_a_file_of_the_book(source):
         if page.is_relative_to(source / "code") and page.name != "index.md":
             continue  # a file of code, which is no Markdown
         for found in LINK.finditer(text_of(page)):
-            target = normpath(page.parent / found["file"])
-            original = REPOSITORY / page.relative_to(source).parent / found["file"]
-            assert Path(target).is_file() or not original.exists(), f"{page}: {found[0]}"
+            file = found["target"].partition("#")[0]
+            target = normpath(page.parent / file)
+            original = REPOSITORY / page.relative_to(source).parent / file
+            is_here = not file  # an anchor of this page
+            assert is_here or Path(target).is_file() or not original.exists(), f"{page}: {found[0]}"
             count += Path(target).is_file()
     assert count > 1000
 
@@ -90,16 +92,23 @@ def test_links_to_a_folder_show_what_is_in_it(source):
 def test_labels_of_code_are_links_and_code_is_none(tmp_path):
     page = Stage(REPOSITORY, tmp_path)
     text = "[`f`](lessons/__init__.py)\n```\n[x](lessons/__init__.py)\n```\n`a[i](lessons)`\n"
-    led = page.led("README.md", text)
-    assert led.startswith("[`f`](code/lessons/__init__.py.md)\n")
-    assert "\n[x](lessons/__init__.py)\n" in led and page.files == {"lessons/__init__.py"}
+    text = page.relinked("README.md", text)
+    assert text.startswith("[`f`](code/lessons/__init__.py.md)\n")
+    assert "\n[x](lessons/__init__.py)\n" in text and page.files == {"lessons/__init__.py"}
+
+
+def test_a_folder_with_other_files_is_not_emptied(tmp_path):
+    (tmp_path / "mine.md").write_text("work")
+    with pytest.raises(ValueError, match="accepted: a new folder, or one with an earlier book"):
+        stage(REPOSITORY, tmp_path)
+    assert (tmp_path / "mine.md").read_text() == "work"
 
 
 def test_an_anchor_stays_behind_its_page(tmp_path):
     page = Stage(REPOSITORY, tmp_path)
     text = "[a](../README.md#the-engine) [b](#here) [c](GLOSSARY.md#token)"
     said = "[a](../index.md#the-engine) [b](#here) [c](GLOSSARY.md#token)"
-    assert page.led("lessons/TEACHING.md", text) == said
+    assert page.relinked("lessons/TEACHING.md", text) == said
 
 
 def test_a_term_is_defined_in_plain_words():
@@ -114,11 +123,6 @@ def test_a_term_is_defined_in_plain_words():
     assert linked <= terms.keys()
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")))
-def test_a_notebook_is_one_by_its_schema(path):
-    nbformat.validate(nbformat.read(path, as_version=4))
-
-
 # ---------------------------------------------------------------- the interface
 
 
@@ -130,15 +134,29 @@ def test_the_interface_names_what_is_public(source):
 
 
 def test_a_signature_says_every_argument():
-    tree = ast.parse("def f(a: dict[str, int], *, b: int=3, **c) -> int: pass")
-    assert api.signature(tree.body[0]) == "def f(a: dict[str, int], *, b: int=3, **c) -> int"
-    assert api.arguments(tree.body[0].args) == ["a: dict[str, int]", "*", "b: int=3", "**c"]
+    source = (
+        "@wrapped\nasync def f(\n    a: dict[str, int], *, b: str = ', (', **c\n) -> int:\n    pass"
+    )
+    node = ast.parse(source).body[0]
+    assert api.signature(node, source.splitlines()) == source.splitlines()[:-1]
+
+
+def test_a_class_shows_its_fields_or_what_it_takes():
+    fields = "class A:\n    x: int = 1  # tokens\n    y: str"
+    node = ast.parse(fields).body[0]
+    assert api.signature(node, fields.splitlines()) == fields.splitlines()
+    taken = (
+        'class B:\n    """b"""\n    x: int\n\n    def __init__(self, x: int):\n        self.x = x'
+    )
+    (node,) = ast.parse(taken).body
+    shown = ["class B:", "", "    def __init__(self, x: int):"]
+    assert api.signature(node, taken.splitlines()) == shown
 
 
 def test_a_docstring_keeps_its_shapes_and_its_code():
-    lines = api.prose("x: [B, H] of a*b.\n\n    call(x)\n    again\n\nEnd.")
+    lines = api.prose("x: [B, H] of a*b, as `f(a_b)`.\n\n    call(x)\n    again\n\nEnd.")
     assert lines == [
-        r"x: \[B, H\] of a\*b.",
+        r"x: \[B, H\] of a\*b, as `f(a_b)`.",
         "",
         "```text",
         "call(x)",

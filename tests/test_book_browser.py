@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from book.stage import REPOSITORY
-from tests.test_trace import in_a_browser
+from tests.test_trace import CHROMIUM, in_a_browser
 
 PYTHON = REPOSITORY / ".venv-book/bin/python"
 HTML = REPOSITORY / "build/book/html"
@@ -36,7 +35,7 @@ def looked(request) -> dict:
         pytest.skip("NOT RUN: a browser takes a minute (make test-all)")
     if not PYTHON.exists() or not (HTML / "index.html").exists():
         pytest.skip("NOT RUN: there is no book here (make book)")
-    command = [PYTHON, "-m", "book.look", HTML, *PAGES]
+    command = [PYTHON, "-m", "book.look", CHROMIUM, HTML, *PAGES]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -76,6 +75,6 @@ def test_the_search_finds_without_a_server(looked):
 
 
 def test_the_book_names_what_looks_at_it():
-    wanted = (Path(REPOSITORY) / "book/requirements.txt").read_text(encoding="utf-8")
+    wanted = (REPOSITORY / "book/requirements.txt").read_text(encoding="utf-8")
     for package in ("Sphinx", "myst-nb", "furo", "playwright", "axe-playwright-python"):
         assert f"\n{package}==" in wanted

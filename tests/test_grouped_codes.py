@@ -45,6 +45,9 @@ def loaded(folder, dtype=torch.bfloat16):
     return load_quantized(folder, DEVICE, dtype)
 
 
+DRAWS = 100  # of tokens; one or two are enough where the models agree
+
+
 def layers_of(model, kind):
     return [part for part in model.modules() if type(part) is kind]
 
@@ -53,11 +56,12 @@ def routed_alike(*models):
     """Random tokens for which the models choose the same experts in every layer. Where two experts
     are nearly as good, a rounding before them chooses, and the logits are those of another.
     """
-    while True:
+    for _ in range(DRAWS):
         tokens = torch.randint(97, (19,), device=DEVICE)
         first, *others = (choices(model, tokens) for model in models)
         if all(torch.equal(first, other) for other in others):
             return tokens
+    raise AssertionError(f"{DRAWS} draws, and the models chose other experts in each")
 
 
 def choices(model, tokens):

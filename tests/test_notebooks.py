@@ -82,6 +82,11 @@ def test_notebook_runs(path, seconds_used, request):
 
 
 @each_notebook
+def test_a_notebook_is_one_by_its_schema(path):
+    nbformat.validate(nbformat.read(path, as_version=4))
+
+
+@each_notebook
 def test_a_notebook_begins_with_one_import(path):
     """`start.py` beside it knows where the course is. A kernel that does not find it has one error
     in one line, and the cell says what to do.

@@ -7,7 +7,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from book.glossary import slug
+from book.glossary import entries
+from book.links import slug
 from lessons.l00_gpu_and_triton.coalescing import sectors_of_stride
 from lessons.l01_roofline import calculators
 from lessons.l01_roofline.calculators import kv_bytes_per_token
@@ -30,8 +31,7 @@ def page(name: str) -> str:
 
 def glossary() -> dict[str, str]:
     """{term: what is under it}, in the order of the page."""
-    entries = page("GLOSSARY.md").split("\n### ")[1:]
-    return {term: body.strip() for term, _, body in (entry.partition("\n") for entry in entries)}
+    return entries(page("GLOSSARY.md"))
 
 
 def rows(name: str, columns: int) -> list[list[str]]:

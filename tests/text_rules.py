@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from book.glossary import slug
+from book.links import slug
 from tests.course_rules import Complaints, complete_rooms
 from tests.link_rules import HIDDEN
 

@@ -1,13 +1,13 @@
-/* A term's definition opens where the pointer or the keyboard rests on its link. */
+/* A definition opens when the pointer or the keyboard rests on the link of a term. */
 (function () {
   "use strict";
   if (location.protocol === "file:" && window.DOCUMENTATION_OPTIONS) {
-    // a page in a folder may not read another one, so results have titles only
+    // A page that was opened from a folder may not read other pages. So results are titles only.
     window.DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
   }
 
-  // what the theme leaves to be said: levels of captions, names of its sides, and that a reader
-  // without a mouse reaches what moves sideways
+  // For readers who listen or have no mouse: captions get a level, both sides of the page a name,
+  // and the keyboard reaches what can be moved sideways.
   function speakOfItself() {
     document.querySelectorAll('p.caption[role="heading"]').forEach((caption) => {
       caption.setAttribute("aria-level", "2");
@@ -21,7 +21,7 @@
       box.setAttribute("tabindex", "0");
     });
     document.querySelectorAll("article th").forEach((cell) => {
-      // a table whose rows name themselves has no word over them
+      // The first column of some tables has no heading.
       if (!cell.textContent.trim()) cell.outerHTML = "<td></td>";
     });
   }
