@@ -161,6 +161,11 @@ def test_ctrl_c_ends_the_ranks(tmp_path):
     check_gone(told)
 
 
+def test_ranks_hear_no_ctrl_c():
+    """Not from their first instruction on, so none dies with a traceback while it starts."""
+    assert run_ranks(2, faults.interrupts_itself) == [0, 1]
+
+
 def check_gone(told):
     pids = [int(pid) for pid in told.read_text().split()]
     assert len(pids) == 2

@@ -117,6 +117,12 @@ def raises_as_an_echo_does(world: Group, rank: int) -> None:
     world.all_reduce(torch.ones(3))
 
 
+def interrupts_itself(world: Group) -> int:
+    """What Ctrl-C at a terminal does to each rank; it goes on."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return world.rank
+
+
 def hangs(world: Group, rank: int, told: str) -> None:
     """One rank never comes back; the others are done, or wait for it. told: a file that lists who
     ran.

@@ -11,12 +11,13 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -137,7 +138,8 @@ def process_context(preload: tuple[str, ...] = ()):
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    with children_find_the_course():  # because the server does not learn this process's sys.path
+    # because the server does not learn this process's sys.path
+    with children_find_the_course(), children_hear_no_interrupt():
         forkserver.ensure_running()
     return context
 
@@ -156,6 +158,20 @@ def children_find_the_course() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+@contextlib.contextmanager
+def children_hear_no_interrupt() -> Iterator[None]:
+    """Inside it, processes that this one starts, and all that they start, never hear Ctrl-C. It goes
+    to every process of a terminal, and the program's own decides what it means. A worker cannot see
+    to that by itself: while Python starts it, it would die with a traceback on the screen.
+    """
+    resource_tracker.ensure_running()  # because its own start would let Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_parent() -> None:
