@@ -162,9 +162,10 @@ def children_find_the_course() -> Iterator[None]:
 
 @contextlib.contextmanager
 def children_hear_no_interrupt() -> Iterator[None]:
-    """Inside it, processes that this one starts, and all that they start, never hear Ctrl-C. It goes
-    to every process of a terminal, and the program's own decides what it means. A worker cannot see
-    to that by itself: while Python starts it, it would die with a traceback on the screen.
+    """Inside it, processes that this one starts, and all that they start, never hear Ctrl-C. It
+    goes to every process of a terminal, and the program's own decides what it means. A worker
+    cannot see to that by itself: while Python starts it, it would die with a traceback on the
+    screen.
     """
     resource_tracker.ensure_running()  # because its own start would let Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
