@@ -98,10 +98,11 @@ LAYERS = dict(num_hidden_layers=3)
 
 
 def new_olmo3() -> Olmo3Config:
-    """A window in layers 0 and 2, and a stretched layer 1."""
+    """Four heads, a window in layers 0 and 2, and a stretched layer 1."""
     stretched = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16)
+    heads = dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
     return Olmo3Config(
-        **random_shape(num_hidden_layers=3, rope_parameters=None, tie_word_embeddings=False),
+        **random_shape(**LAYERS, **heads, rope_parameters=None, tie_word_embeddings=False),
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_scaling=stretched,
