@@ -144,10 +144,14 @@ def engine_on(
     elif runner.model.config.state is not None:
         from reference.features.states.room import slot_blocks
 
-        blocks = slot_blocks(args, runner)
+        blocks = slot_blocks(args, runner, new_cache)
     else:
         blocks = new_blocks(args, runner.pool.num_blocks)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
+    if runner.model.config.state is not None and args.enable_prefix_caching:
+        from reference.features.states.stops import StopsAtSnapshots
+
+        scheduler.put = StopsAtSnapshots(scheduler).put  # in front of its class's
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
 
@@ -266,11 +270,9 @@ def new_scheduler(
 
         limits |= dict(may_join=at_most(args.max_loras))
     if args.preemption_mode == "swap":
-        from lessons.l15_chunked_prefill.swap import Host
+        from reference.features.swap import new_host
 
-        block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
-        host_blocks = int(args.swap_space * 2**30 // block_bytes)
-        limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
+        limits |= dict(host=new_host(args, runner, blocks, others))
     elif args.kv_offloading_size is not None:
         from reference.features.offload import elsewhere
 
