@@ -42,6 +42,7 @@ class StateStep:
     cu_seqlens: Tensor  # [B - num_decodes + 1] int32: where their tokens begin, from the first one
     has_state: Tensor  # [B - num_decodes] bool: whether tokens of it have run before
     max_seqlen: int  # of the others
+    drafted: Tensor | None = None  # [D] int64: rows of tokens that may not stay
 
 
 def new_state_step(
@@ -92,6 +93,8 @@ class StatePool:
         # no numbers where a layer has a convolution alone
         matrices = config.matrix_shape or (0,)
         self.matrices = torch.zeros(*shape, *matrices, dtype=kept, device=device)
+        # {layer: what it was given for the rows `drafted` of a step}
+        self.given: dict[int, tuple[Tensor | None, ...]] = {}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -118,6 +121,13 @@ class StatePool:
         for states, x in zip(self.tensors, state):
             states[:, slot] = x.to(states.device)
 
+    def repeat(self, rows: Tensor, step: StateStep) -> None:
+        """Run these of the rows that the last step was given once more, in the step's slots. rows:
+        [D] int64.
+        """
+        for layer, given in self.given.items():
+            self.attend(layer, *(rows_of(x, rows) for x in given), step)
+
     def attend(
         self,
         layer: int,
@@ -129,6 +139,9 @@ class StatePool:
         """mixed: [T, C], log_decay, beta: [T, H] -> [T, H, Dv]; without the two what the
         convolution gives, [T, C]. The step's slots are the states after these tokens then.
         """
+        if step.drafted is not None:
+            rows = step.drafted
+            self.given[layer] = tuple(rows_of(x, rows) for x in (mixed, log_decay, beta))
         ops, weight, index = self.ops, self.weights[layer], self.at[layer]
         windows, matrices, count = self.windows[index], self.matrices[index], step.num_decodes
         rest, ys, outs = (step.slots, step.cu_seqlens, step.has_state, step.max_seqlen), [], []
@@ -146,6 +159,11 @@ class StatePool:
         if count < len(mixed):
             outs.append(ops.gated_delta_prompts(*(x[count:] for x in each), matrices, *rest))
         return joined(outs).to(mixed.dtype)
+
+
+def rows_of(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    """x: [T, ...], or None; rows: [D] -> [D, ...], a copy."""
+    return None if x is None else x[rows]
 
 
 def joined(parts: list[Tensor]) -> Tensor:
