@@ -18,6 +18,9 @@ COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 TAG = re.compile(r"</?[a-z][^>\n]*>")
 NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
+# numbers that English writes as words, and that another language may write as digits
+WORDS = {"one": "1", "two": "2", "twice": "2", "three": "3", "four": "4", "five": "5", "six": "6"}
+WORDS |= {"seven": "7", "eight": "8", "nine": "9", "ten": "10", "twelve": "12"}
 HEADING = re.compile(r"^(#+) .*$", re.MULTILINE)
 
 
@@ -48,20 +51,28 @@ def _section(source: str, page: str) -> Iterator[str]:
         source, page = pattern.sub(" ", source), pattern.sub(" ", page)
     yield from _counts("link", _targets(source), _targets(page))
     source, page = LINK.sub(r"\g<label>", source), LINK.sub(r"\g<label>", page)
-    yield from _counts("number", NUMBER.findall(source), NUMBER.findall(page))
+    yield from _numbers("number", source, page)
     theirs, ours = _rows(source), _rows(page)
-    if theirs != ours:
-        yield _first("row of a table", theirs, ours)
+    if [row.count("|") for row in theirs] != [row.count("|") for row in ours]:
+        yield f"rows of tables: {len(theirs)} in the source, {len(ours)} here, or other cells"
+        return
+    for number, (their, our) in enumerate(zip(theirs, ours)):
+        yield from _numbers(f"row {number + 1}: number", their, our)
 
 
 def _targets(text: str) -> list[str]:
     return [f"{found['bang']}({found['target']})" for found in LINK.finditer(text)]
 
 
-def _rows(text: str) -> list[tuple[int, list[str]]]:
-    """Of each row of a table, its cells and its numbers."""
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    return [(line.count("|"), sorted(NUMBER.findall(line))) for line in rows]
+def _rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def _numbers(what: str, source: str, page: str) -> Iterator[str]:
+    theirs, ours = NUMBER.findall(source), Counter(NUMBER.findall(page))
+    words = Counter(WORDS.get(word) for word in re.findall(r"[a-z]+", source.lower()))
+    surplus = ours - Counter(theirs)
+    yield from _counts(what, theirs, list((ours - (surplus & words)).elements()))
 
 
 def _counts(what: str, theirs: list[str], ours: list[str]) -> Iterator[str]:
