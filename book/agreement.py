@@ -19,7 +19,17 @@ CODE = re.compile(r"`[^`\n]+`")
 TAG = re.compile(r"</?[a-z][^>\n]*>")
 NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
 # numbers that English writes as words, and that another language may write as digits
-WORDS = {"one": "1", "two": "2", "twice": "2", "three": "3", "four": "4", "five": "5", "six": "6"}
+WORDS = {
+    "zero": "0",
+    "zeros": "0",
+    "one": "1",
+    "two": "2",
+    "twice": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+}
 WORDS |= {"seven": "7", "eight": "8", "nine": "9", "ten": "10", "twelve": "12"}
 HEADING = re.compile(r"^(#+) .*$", re.MULTILINE)
 
