@@ -5,6 +5,7 @@ A section, from one heading to the next, is compared with the section of the sam
 the order of words within a sentence is no matter of truth.
 """
 
+import calendar
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ WORDS = {
     "six": "6",
 }
 WORDS |= {"seven": "7", "eight": "8", "nine": "9", "ten": "10", "twelve": "12"}
+WORDS |= {name.lower(): str(i) for i, name in enumerate(calendar.month_name) if i}
 HEADING = re.compile(r"^(#+) .*$", re.MULTILINE)
 
 
