@@ -9,12 +9,17 @@ from functools import cache
 import pytest
 import torch
 
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
+from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads, MTPDraft
+from lessons.toolbox.measure.device import has_triton
 from reference.engine.cache_memory import blocks_that_fit
 from reference.engine.engine_args import EngineArgs
 from reference.engine.sampling_params import SamplingParams
 from reference.features.windows import pool as pool_module
 from reference.features.windows.blocks import GroupBlocks
+from reference.features.windows.graphs import GroupGraphs
 from reference.features.windows.room import groups_for, one_group_because
 from tests.engine_cases import assert_clean
 from tests.window_cases import (
@@ -29,6 +34,7 @@ from tests.window_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("seed")
+needs_triton = pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
 MOST = 14  # tokens of an answer
 PLAIN = "two windows"  # whose attention knows trees, too
 ONE_GROUP = dict(disable_hybrid_kv_cache_manager=True)
@@ -200,6 +206,63 @@ def test_drafts_change_no_token(way):
         assert isinstance(engine.scheduler.blocks, GroupBlocks)
         assert answers_of(engine, prompts, greedy(MOST)) == want, house
         assert engine.speculation.counts.drafted and engine.scheduler.blocks.given_back
+
+
+# ---------------------------------------------------------------- kernels and graphs
+
+
+def kernel_engine(kind=GroupGraphs, **how):
+    """An engine whose kernels are interpreted, and whose decode steps are recorded."""
+    config, most = how.pop("speculative_config", None), 1
+    if config is not None:
+        most += config["num_speculative_tokens"]
+    engine = new_engine(
+        fused(model_of(PLAIN, torch.float32)),
+        max_num_seqs=3,
+        max_model_len=32,
+        speculative_config=config,
+        **how,
+    )
+    runner = engine.runner
+    runner.pool.ops = LESSON_12
+    graphs = SimulatedGraphs(1)
+    runner.captured = kind(runner.model, runner.pool, graphs, [1, 3 * most], 32, most)
+    return engine
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "config", [None, dict(method="ngram", num_speculative_tokens=2)], ids=["tokens", "drafts"]
+)
+def test_kernels_and_replayed_steps_read_the_tables_of_groups(config):
+    """The unused slots hold NaN, so a table, a length or a padded row that is wrong shows."""
+    engine = kernel_engine(speculative_config=config)
+    prompts = [[7, 8, 9] * 5, random.choices(range(VOCAB), k=3), [3, 4] * 7]
+    want = [[alone(model_of(PLAIN, torch.float32), prompt, 6)] for prompt in prompts]
+    assert answers_of(engine, prompts, greedy(6)) == want
+    assert engine.scheduler.blocks.given_back > 0
+    assert engine.runner.pool.k_slots[:, -1].isnan().all(), "a row of padding was written"
+
+
+@needs_triton
+@pytest.mark.parametrize("row", [1, 2, 3], ids=["positions", "slots", "contexts"])
+def test_a_row_of_another_group_is_found(row):
+    """The last group's slots or contexts are those of the first, or its positions begin with the
+    first page that is left.
+    """
+
+    class Mixed(GroupGraphs):
+        def filled(self, bucket, chunks, *arguments):
+            inputs, table = super().filled(bucket, chunks, *arguments)
+            inputs[-4 + row] = inputs[-1] - 1 if row == 1 else inputs[row]
+            return inputs, table
+
+    prompts = [random.choices(range(VOCAB), k=20) for _ in range(2)]
+    want = [[alone(model_of(PLAIN, torch.float32), prompt, 4)] for prompt in prompts]
+    try:
+        assert answers_of(kernel_engine(Mixed), prompts, greedy(4)) != want
+    except ValueError as error:
+        assert "finite" in str(error)
 
 
 # ---------------------------------------------------------------- what a hit is

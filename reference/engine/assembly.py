@@ -222,7 +222,8 @@ def new_runner(
         hold_states(runner, args)
     # Captured steps with drafts have no room for the slots of adapters.
     has_room = adapters is None or args.speculative_config is None
-    if has_room and replays(args, model, tree):
+    # And a graph of trees has one table, so trees over groups of layers run eagerly.
+    if has_room and (tree is None or groups is None) and replays(args, model, tree):
         from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
 
         # because every sequence that decodes owns a block

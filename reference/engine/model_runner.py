@@ -81,8 +81,10 @@ class ModelRunner:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
         from reference.features.decode_graphs import DecodeGraphs
 
-        what = self.model, self.pool, graphs, buckets, self.max_model_len
-        self.captured = DecodeGraphs(*what, most_each, self.adapters, self.taps)
+        kind, what = DecodeGraphs, (self.model, self.pool, graphs, buckets, self.max_model_len)
+        if self.groups is not None:
+            from reference.features.windows.graphs import GroupGraphs as kind
+        self.captured = kind(*what, most_each, self.adapters, self.taps)
 
     def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:
         """The same for steps in which sequences run trees. Arguments: TreeGraphs."""

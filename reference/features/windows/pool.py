@@ -5,7 +5,7 @@ Layer l is the i-th of its group g: its K and V are at [i, page], and which page
 of g. So a step has a block table, slots and a list of work for each group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -89,13 +89,21 @@ def batch_in_groups(
     begins with its first page that is not gone; only its tokens are rotated by where they are.
     """
     batches = []
-    for of_group in zip(*(table.groups for table in tables)):
-        gone = [table.count(GONE) for table in of_group]  # all of them in front
-        seen = [(new, held - block_size * count) for (new, held), count in zip(chunks, gone)]
-        batch = batch_over(seen, [table[count:] for table, count in zip(of_group, gone)])
-        if any(gone):
-            before = [block_size * count for (new, _), count in zip(chunks, gone) for _ in new]
-            at = batch.positions + send(before, batch.positions.device)
-            batch = replace(batch, positions=at)
+    for seen, owned, before in seen_by_groups(chunks, tables, block_size):
+        batch = batch_over(seen, owned)
+        if any(before):
+            at = [count for (new, _), count in zip(chunks, before) for _ in new]
+            batch = replace(batch, positions=batch.positions + send(at, batch.positions.device))
         batches.append(batch)
     return replace(batches[0], groups=tuple(batches))
+
+
+def seen_by_groups(
+    chunks: list[tuple[list[int], int]], tables: Sequence[GroupTable], block_size: int
+) -> Iterator[tuple[list[tuple[list[int], int]], list[list[int]], list[int]]]:
+    """For each group (chunks, tables, tokens in front of them) without the pages that are gone."""
+    for of_group in zip(*(table.groups for table in tables)):
+        gone = [table.count(GONE) for table in of_group]  # all of them in front
+        before = [block_size * count for count in gone]
+        seen = [(new, held - tokens) for (new, held), tokens in zip(chunks, before)]
+        yield seen, [table[count:] for table, count in zip(of_group, gone)], before
