@@ -63,6 +63,7 @@ TAKES = {
         enable_prefix_caching=(None, True),
         enable_chunked_prefill=(True,),
         async_scheduling=(True,),
+        disable_hybrid_kv_cache_manager=(True,),
         batch_invariant=(True,),
         enforce_eager=(True,),
         quantization=(None,),

@@ -23,9 +23,8 @@ from reference.features.states.slots import SlotBlocks
 from reference.features.states.snapshots import CachingSlotBlocks
 from tests.hybrid_cases import (
     DRAWN,
-    LFM2,
+    HYBRIDS,
     MOST,
-    QWEN3_NEXT,
     Known,
     a_history,
     known_of,
@@ -37,7 +36,7 @@ from tests.random_families import saved_and_loaded
 pytestmark = pytest.mark.usefixtures("seed")
 
 
-@pytest.fixture(scope="module", params=[QWEN3_NEXT, LFM2], ids=["qwen3_next", "lfm2"])
+@pytest.fixture(scope="module", params=HYBRIDS, ids=lambda config: config.model_type)
 def models(request, tmp_path_factory):
     """transformers' model and ours, both in float64."""
     return saved_and_loaded(request.param, tmp_path_factory.mktemp("hybrid"))

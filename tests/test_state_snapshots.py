@@ -14,7 +14,7 @@ from reference.features.states import swap
 from reference.features.states.generate import generate as alone
 from reference.features.states.room import with_states, worth_tokens
 from reference.features.states.snapshots import CachingSlotBlocks
-from tests.hybrid_cases import LFM2, QWEN3_NEXT, assert_all_returned, new_engine
+from tests.hybrid_cases import HYBRIDS, assert_all_returned, new_engine
 from tests.random_families import saved_and_loaded
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -22,7 +22,7 @@ FIVE, OTHER = list(range(20)), list(range(12)) + [40] * 8
 GREEDY = dict(temperature=0, ignore_eos=True, detokenize=False)
 
 
-@pytest.fixture(scope="module", params=[QWEN3_NEXT, LFM2], ids=["qwen3_next", "lfm2"])
+@pytest.fixture(scope="module", params=HYBRIDS, ids=lambda config: config.model_type)
 def model(request, tmp_path_factory):
     return saved_and_loaded(request.param, tmp_path_factory.mktemp("snapshots"))[1]
 

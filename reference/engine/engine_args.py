@@ -31,7 +31,7 @@ CHOICES = {
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
-    enable_expert_parallel"""
+    enable_expert_parallel disable_hybrid_kv_cache_manager"""
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -75,6 +75,7 @@ class EngineArgs:
     kv_events_config: whether the server tells routers which blocks it has, a dict of vLLM's keys.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     enable_prefix_caching: None: yes, but for a model with states.
+    disable_hybrid_kv_cache_manager: layers with a window keep the K and V of all tokens, too.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
     environment, VLLM_BATCH_INVARIANT=1.
@@ -117,6 +118,7 @@ class EngineArgs:
     kv_transfer_config: "KVTransferConfig | dict | str | None" = None
     kv_events_config: "KVEventsConfig | dict | None" = None
     enable_prefix_caching: bool | None = None
+    disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
     batch_invariant: bool = False

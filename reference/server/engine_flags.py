@@ -33,6 +33,7 @@ HELP = {
     '{{"kv_connector": "TcpConnector", "kv_role": "kv_producer"}}',
     "kv_events_config": 'block events for a router: {{"enable_kv_cache_events": true}}',
     "enable_prefix_caching": "prompts that begin alike share blocks (default: yes, without states)",
+    "disable_hybrid_kv_cache_manager": "layers with a window keep all K and V (default: {})",
     "enable_chunked_prefill": "long prompts share steps with those who decode (default: {})",
     "async_scheduling": "schedule a step while the one before it runs (default: {})",
     "batch_invariant": "the same bits for a request whatever runs beside it (default: {})",

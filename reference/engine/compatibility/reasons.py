@@ -34,7 +34,7 @@ WITHOUT_EFFECT = {
         "there is one kind of config.json": "config_format",
         "there is one implementation of a model": "model_impl",
         "there is one kind of tokenizer": "tokenizer_mode",
-        "there is one block manager": "use_v2_block_manager disable_hybrid_kv_cache_manager",
+        "there is one block manager": "use_v2_block_manager",
         "there is one backend": "structured_outputs_config guided_decoding_backend",
         "there is one hash of a block": "prefix_caching_hash_algo",
         "a request is let in when all of its prompt has room": "scheduler_reserve_full_isl",

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.batch import Batch
+from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.cache_memory import bytes_per_token, cache_memory
@@ -87,8 +88,8 @@ def in_one_slot(pool: HybridPool, batch: Batch, chunks: list[tuple[list[int], in
     return with_slots(batch, chunks, [SlotTable((), 0) for _ in chunks])
 
 
-def slot_blocks(args: EngineArgs, runner: ModelRunner, cache) -> SlotBlocks:
-    """Who owns which block, and which slot. cache(args): a prefix cache, if one is asked for."""
+def slot_blocks(args: EngineArgs, runner: ModelRunner, cache: HashBlocks) -> SlotBlocks:
+    """Who owns which block, and which slot. cache: which blocks are known, if that is asked for."""
     states, size = runner.pool.states, args.block_size
     what = runner.pool.num_blocks, size, states.num_slots, states.copy
     if not caches_prefixes(args):
@@ -98,7 +99,7 @@ def slot_blocks(args: EngineArgs, runner: ModelRunner, cache) -> SlotBlocks:
     every = args.mamba_block_size or -(-SHORTEST // size) * size
     config, itemsize = runner.model.config, runner.model.dtype.itemsize
     worth = worth_tokens(config, args.kv_cache_dtype, itemsize)
-    return CachingSlotBlocks(*what, cache(args), every, worth)
+    return CachingSlotBlocks(*what, cache, every, worth)
 
 
 def worth_tokens(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> float:
