@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import Lfm2Config, Qwen3NextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
@@ -58,9 +63,41 @@ QWEN3_NEXT = Qwen3NextConfig(
     num_experts_per_tok=2,
     layer_types=["linear_attention", "full_attention"] * 2,
 )
+GRANITE_4 = GraniteMoeHybridConfig(
+    **SIZES,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=6,
+    mamba_d_head=12,
+    time_step_limit=(0.1, 2.0),
+    embedding_multiplier=3.0,
+    residual_multiplier=0.7,
+    attention_multiplier=0.4,
+    logits_scaling=0.5,
+    shared_intermediate_size=10,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    position_embedding_type="nope",
+    layer_types=["linear_attention", "full_attention"] * 2,
+)
+NEMOTRON_H = NemotronHConfig(
+    **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"},
+    head_dim=8,
+    mamba_num_heads=4,
+    mamba_head_dim=5,
+    n_groups=2,
+    ssm_state_size=6,
+    time_step_min=1e-30,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    moe_shared_expert_intermediate_size=10,
+    layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+)
+HYBRIDS = [QWEN3_NEXT, LFM2, GRANITE_4, NEMOTRON_H]
 
 
-@pytest.fixture(scope="module", params=[QWEN3_NEXT, LFM2], ids=["qwen3_next", "lfm2"])
+@pytest.fixture(scope="module", params=HYBRIDS, ids=lambda config: config.model_type)
 def models(request, tmp_path_factory):
     """transformers' model and ours, both in float64."""
     return saved_and_loaded(request.param, tmp_path_factory.mktemp("hybrid"))
