@@ -49,6 +49,15 @@ class GroupBlocks(BlockManager):
         self.owned = [0] * len(groups.windows)  # pages of each group that have an owner
         self.given_back = 0  # pages that were behind a window, since the beginning
 
+    @property
+    def owned_by_kind(self) -> dict[str, int]:
+        """Pages that have an owner, by how far back their layers look."""
+        found: dict[str, int] = {}
+        for window, owned in zip(self.groups.windows, self.owned):
+            kind = "full" if window is None else f"window {window}"
+            found[kind] = found.get(kind, 0) + owned
+        return found
+
     def blocks_for(self, tokens: int) -> int:
         """How many pages a sequence needs at most on its way to so many tokens."""
         return self.groups.most_pages(tokens, self.block_size, self.most_tokens)
