@@ -123,11 +123,27 @@ def assert_all_returned(engine) -> None:
     assert swap is None or not swap.states, "left on the host"
 
 
+def guesses(known: list[Known]):
+    """In the place of n-grams: what follows, of which a token is often wrong."""
+    of_prompt = {tuple(one.prompt): one for one in known}
+
+    def lookup(sequence, count: int) -> list[int]:
+        one, at = of_prompt[tuple(sequence.prompt)], len(sequence.output)
+        answer = one.drawn[sequence.index] if sequence.params.temperature else one.greedy
+        found = answer[at : at + random.randint(0, count)]
+        wrong = random.randint(0, count)
+        return [(token + (index == wrong)) % VOCAB for index, token in enumerate(found)]
+
+    return lookup
+
+
 def serve(engine, asked, most_steps: int = 3000) -> Counter:
     """asked: (what is known of a prompt, params, before which step it comes, before which its
     client gives up). Every answer must be the known one; what was seen is returned.
     """
     outputs, seen, step = {}, Counter(), 0
+    if engine.speculation is not None:
+        engine.speculation.proposer.lookup = guesses([one for one, *_ in asked])
     while step == 0 or engine.has_unfinished_requests or step <= max(one[2] for one in asked):
         for at, (one, params, arrives, aborts) in enumerate(asked):
             if arrives == step:
@@ -149,6 +165,10 @@ def serve(engine, asked, most_steps: int = 3000) -> Counter:
             seen["preempted"] += out.metrics.preemptions
             seen["answers"] += len(out.outputs) > 1
             seen["cached"] += out.num_cached_tokens
+    if engine.speculation is not None:
+        counts = engine.speculation.counts
+        seen["accepted"] += counts.accepted
+        seen["rejected"] += counts.drafted - counts.accepted
     seen["swapped"] += getattr(getattr(engine.scheduler.host, "swap", None), "swapped_bytes", 0)
     if (snapshots := getattr(engine.scheduler.blocks, "snapshots", None)) is not None:
         seen += Counter({f"snapshots {name}": x for name, x in vars(snapshots.counts).items()})
@@ -175,6 +195,10 @@ def a_history(known) -> tuple[dict, list]:
     if random.random() < 0.5:
         size = house["block_size"]
         house |= dict(enable_prefix_caching=True, mamba_block_size=size * random.choice([1, 1, 2]))
+    if not house["async_scheduling"] and random.random() < 0.5:
+        count = random.randint(1, 4)
+        house["speculative_config"] = dict(method="ngram", num_speculative_tokens=count)
+        house["max_num_batched_tokens"] = max(tokens, places * (1 + count))
     house["preemption_mode"] = random.choice(["recompute", "swap"])
     # from a pool that holds one request to one for all
     longest = -(-(LONGEST + MOST) // house["block_size"])

@@ -3,6 +3,7 @@ transformers' greedy tokens, and every block and every slot comes back.
 """
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
+from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
 from reference.engine.sampling_params import SamplingParams
 from reference.features.states import layers as states
@@ -23,6 +25,7 @@ from tests.hybrid_cases import (
     DRAWN,
     HYBRIDS,
     MOST,
+    Known,
     a_history,
     known_of,
     new_engine,
@@ -57,8 +60,23 @@ def test_random_histories(model, known, request):
         seen += serve(new_engine(model, **house), asked)
     print(seen)
     names = ["finished", "preempted", "answers", "aborted", "cached", "swapped"]
+    names += ["accepted", "rejected"]
     names += [f"snapshots {name}" for name in ("taken", "hits", "evicted", "missed_tokens")]
     assert min(seen[name] for name in names) > 0, seen
+
+
+def test_in_float32(model):
+    """What a GPU computes in: the tokens are those of one at a time in float32."""
+    single = deepcopy(model).float()
+    prompts = [torch.randint(61, (length,)).tolist() for length in (1, 2, 5, 8, 13, 17, 20)]
+    answers = alone(single, prompts, MOST)
+    known = [Known(prompt, answer, [answer] * 3) for prompt, answer in zip(prompts, answers)]
+    for _ in range(4):
+        house, asked = a_history(known)
+        asked = [
+            (one, replace(params, n=1, temperature=0.0), *when) for one, params, *when in asked
+        ]
+        serve(new_engine(single, **house), asked)
 
 
 def test_the_rungs_give_the_same_tokens(model, known):
@@ -170,13 +188,27 @@ def kept_slot(self, sequence):
     BlockManager.free(self, sequence)
 
 
+def never_back(self, sequence, goes_back):
+    """A state keeps the drafts that were rejected."""
+    settle(self, sequence, False)
+
+
+def all_again(self, rows, step):
+    """Of a draft that was rejected its first tokens are forgotten, too."""
+
+
+def row_behind(self, rows, step):
+    """The rows of another sequence, or one too many to the right, are repeated."""
+    repeat(self, (rows + 1).clamp(max=len(self.given[min(self.given)][0]) - 1), step)
+
+
 def anywhere(self, sequence, tokens):
     """A snapshot is known by the last block that was full when it was taken."""
     super(CachingSlotBlocks, self).remember(sequence, tokens)
     self.take_snapshot(sequence, len(tokens))
 
 
-step_of = states.new_state_step
+step_of, settle, repeat = states.new_state_step, SlotBlocks.settle, states.StatePool.repeat
 SLIPS = {
     "never copied": (states.StatePool, "copy", never_copied),
     "shared slots are written": (SlotBlocks, "lacks_slot", lacks_if_new),
@@ -184,6 +216,9 @@ SLIPS = {
     "one token is a decode": (pool_module, "new_state_step", ones_decode),
     "a slot is kept": (SlotBlocks, "free", kept_slot),
     "a state does not come back": (states.StatePool, "write", lambda self, slot, state: None),
+    "a rejected draft stays": (SlotBlocks, "settle", never_back),
+    "an accepted draft goes": (states.StatePool, "repeat", all_again),
+    "a wrong row is repeated": (states.StatePool, "repeat", row_behind),
     "a snapshot is of another length": (CachingSlotBlocks, "remember", anywhere),
 }
 
@@ -208,10 +243,6 @@ def test_a_planted_slip_is_found(slip, model, known, monkeypatch):
         (dict(kv_offloading_size=0.01), "blocks travel, and states do not"),
         (dict(enable_lora=True), "adapters have the rows and names of a checkpoint's layers"),
         (dict(batch_invariant=True), "each adds in an order of its own"),
-        (
-            dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
-            "a state holds a refused draft, too",
-        ),
         (dict(kv_events_config=dict(enable_kv_cache_events=True)), "unless enable_prefix_caching"),
         (dict(mamba_block_size=6), "a multiple of block_size (4)"),
     ],
@@ -225,8 +256,7 @@ def test_what_does_not_work_with_states_is_said_in_one_line(how, reason, model):
 
 def test_a_draft_with_states_is_refused(model):
     """The target may be any other model; what a draft refuses would stay in its states."""
-    from reference.features.states.room import hold_states
-
-    args = EngineArgs(speculative_config=dict(method="ngram", num_speculative_tokens=2))
-    with pytest.raises(ValueError, match=r"speculative_config: got .* with states, "):
-        hold_states(new_engine(model).runner, args)
+    config = dict(method="draft", model="a model", num_speculative_tokens=2)
+    args = EngineArgs(device="cpu", speculative_config=config)
+    with pytest.raises(ValueError, match="speculative_config model: got 'a model'; accepted: one"):
+        engine_over(model, None, args, model)

@@ -9,10 +9,13 @@ from lessons.l27_states.chunks import written, written_by_wy
 from lessons.l27_states.lab.costs import (
     QWEN3_NEXT,
     StateLayer,
+    copied_and_repeated,
     even_memory,
     even_prompt,
     even_snapshot,
     even_step,
+    given_bytes,
+    state_at_each_token,
 )
 from lessons.l27_states.lab.needle import FEW_KEYS, RULES, different_keys, same_keys
 from lessons.l27_states.lab.pictures import FIGURES
@@ -97,6 +100,19 @@ def test_the_bytes_of_a_snapshot():
     said(f"is nearer than {even_snapshot():,.0f} tokens")
     said(f"{SHORTEST} tokens if nothing is said")
     said(f"adds 1/{SHORTEST} to the bytes of its states")
+
+
+def test_the_bytes_of_drafts():
+    each, ours = state_at_each_token(3), copied_and_repeated(3)
+    names = {"a state at each token": each, "a copy, and what the layers were given": ours}
+    for name, found in names.items():
+        cells = (f"{x / 1e6:.1f}" for x in (found.kept, found.moved, found.after_rejection))
+        said(f"| {name} | {' | '.join(cells)} |")
+    said(f"{given_bytes() / QWEN3_NEXT.state_layers:,.0f} bytes a token, beside a state of")
+    even = 100 * (each.moved - ours.moved) / (ours.after_rejection - ours.moved)
+    said(f"as long as fewer than {even:.0f} of 100 steps have a rejection")
+    assert copied_and_repeated(4).after_rejection > state_at_each_token(4).moved
+    assert copied_and_repeated(5).after_rejection < state_at_each_token(5).moved
 
 
 def test_the_table_of_step_3():

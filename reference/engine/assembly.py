@@ -146,11 +146,15 @@ def engine_on(
     if runner.model.config.state is not None and args.enable_prefix_caching:
         from reference.features.states.stops import StopsAtSnapshots
 
-        scheduler.put = StopsAtSnapshots(scheduler).put  # in front of its class's
+        StopsAtSnapshots(scheduler)
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
 
         speculation = speculation_over(runner, scheduler)
+        if runner.model.config.state is not None:
+            from reference.features.states.drafted import DraftedStates
+
+            speculation.states = DraftedStates(runner.pool, blocks)
     engine = Engine(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )

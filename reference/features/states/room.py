@@ -1,8 +1,9 @@
 """Models with layers that keep a state a sequence (lesson 27): what the engine does for them.
 
 A place of the scheduler is a slot for a state, so a request is admitted only where one is free. The
-states get their memory first, because a sequence without one cannot run; blocks get the rest. Where
-prefixes are cached a place counts for two slots: its state, and a snapshot.
+states get their memory first, because a sequence without one cannot run; blocks get the rest. A
+place has a second slot for a snapshot where prefixes are cached, and one more where tokens are
+drafted.
 """
 
 from dataclasses import replace
@@ -53,8 +54,8 @@ def caches_prefixes(args: EngineArgs) -> bool:
 
 
 def slots_each(args: EngineArgs) -> int:
-    """Slots for each place: of its state, and of a snapshot."""
-    return 1 + caches_prefixes(args)
+    """Slots for each place: of its state, of a snapshot, of a state that drafts may need again."""
+    return 1 + caches_prefixes(args) + (args.speculative_config is not None)
 
 
 def with_states(args: EngineArgs, model: Decoder, max_model_len: int) -> EngineArgs:
@@ -75,8 +76,7 @@ def with_states(args: EngineArgs, model: Decoder, max_model_len: int) -> EngineA
 
 
 def hold_states(runner: ModelRunner, args: EngineArgs) -> None:
-    """Make room for a state in every place. Raises ValueError for a draft with states."""
-    check_states(args)
+    """Make room for a state in every place."""
     runner.pool.hold(args.max_num_seqs * slots_each(args))
 
 

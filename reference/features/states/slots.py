@@ -86,3 +86,17 @@ class SlotBlocks(BlockManager):
         """`sequence` gives back its blocks and its slots."""
         self.slots.release(self.tables[sequence].slots)
         super().free(sequence)
+
+    def set_aside(self, sequence: int) -> None:
+        """Copy a sequence's state before tokens run that may not stay. Raises OutOfBlocks."""
+        table = self.tables[sequence]
+        (table.spare,) = self.slots.take(1)
+        self.copy(table.slot, table.spare)
+
+    def settle(self, sequence: int, goes_back: bool) -> None:
+        """They have run. goes_back: the state is the one that was set aside again."""
+        table = self.tables[sequence]
+        if goes_back:
+            table.slot, table.spare = table.spare, table.slot
+        self.slots.release([table.spare])
+        table.spare = None
