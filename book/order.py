@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api
+from book import api, translations
 
 # a row of the front page's table: its title, its room
 ROW = re.compile(r"^\| \[(\d\d [^\]]+)\]\(lessons/(l\d\d_\w+)/README\.md\)", re.MULTILINE)
+KOREAN = "한국어"
 TITLES = {
     "INSTALL.md": "Install",
     "AGENTS.md": "With an AI assistant",
+    "CONTRIBUTING.md": "Contributing",
+    "CHANGELOG.md": "Changes",
     "lessons/GLOSSARY.md": "Glossary",
     "lessons/NOTATION.md": "Notation",
     "lessons/GUIDES.md": "What guides print, and what is true",
@@ -93,6 +96,13 @@ def titled(root: Path, page: str, folder: str | None = None, first: list = ()) -
     return Chapter(page, TITLES[page], (*first, *below))
 
 
+def korean(root: Path) -> list[Chapter]:
+    """The Korean edition in the order of reading; the table of its terms comes last."""
+    pages = [translations.place_of(source) for source in translations.wanted(root)]
+    there = [page for page in [*pages, *translations.OWN] if (root / page).is_file()]
+    return [Chapter(page) for page in there]
+
+
 def parts(root: Path) -> list[Part]:
     """The whole book."""
     of_engine = [Chapter("notebooks/engine.ipynb", "Notebook"), Chapter(api.PAGE, "Interface")]
@@ -105,8 +115,10 @@ def parts(root: Path) -> list[Part]:
         titled(root, "exercises/README.md"),
         titled(root, "models/README.md", "models"),
         titled(root, "results/README.md"),
+        titled(root, "CONTRIBUTING.md"),
+        titled(root, "CHANGELOG.md"),
     ]
     begin = [titled(root, page) for page in ("INSTALL.md", "AGENTS.md")]
     by_caption = {"Begin": begin, "Lessons": lessons(root), "The engine": engine}
-    by_caption |= {"Beside the lessons": beside}
+    by_caption |= {"Beside the lessons": beside, KOREAN: korean(root)}
     return [Part(caption, tuple(chapters)) for caption, chapters in by_caption.items()]

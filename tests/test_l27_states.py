@@ -13,6 +13,7 @@ from lessons.l27_states.lab.costs import (
     StateLayer,
     even_memory,
     even_prompt,
+    even_snapshot,
     even_step,
 )
 from lessons.l27_states.lab.needle import FEW_KEYS, RULES, different_keys, same_keys
@@ -29,9 +30,11 @@ from reference.features.states.shapes import (
     DECAYED_FLOPS,
     NEMOTRON_H_8B,
     OF_NEMOTRON_8B,
+    STATES,
     requests_at_once,
 )
 from reference.features.states.shapes import QWEN3_NEXT as QWEN3_NEXT_SHAPE
+from reference.features.states.snapshots import SHORTEST
 from tests.excerpts import plain_readme, stray_excerpts
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +122,18 @@ def test_the_requests_at_once():
     said(f"Qwen3-Next has {more.params / of_all.params:.1f} times the parameters")
     counts = [make_plan(each, CHIPS["h200"], 1, 32768, 2).sequences for each in (more, of_all)]
     said(f"and {counts[0] / counts[1]:.1f} times the requests")
+
+
+def test_the_bytes_of_a_snapshot():
+    snapshot, block = QWEN3_NEXT.snapshot_bytes, 16 * QWEN3_NEXT.token_bytes
+    assert snapshot == STATES.bytes_per_sequence(2), "the planner's shapes are others"
+    said(f"| K and V of a block of 16 tokens, {QWEN3_NEXT.cache_layers} layers | {block:,} |")
+    said(f"| a snapshot of {QWEN3_NEXT.state_layers} states | {snapshot:,} |")
+    said(f"| {even_snapshot():,.0f} tokens, {snapshot / block:.1f} blocks |")
+    said(f"states would take {snapshot / block:.1f} times as much as K and V")
+    said(f"is nearer than {even_snapshot():,.0f} tokens")
+    said(f"{SHORTEST} tokens if nothing is said")
+    said(f"adds 1/{SHORTEST} to the bytes of its states")
 
 
 def test_the_table_of_step_3():

@@ -98,13 +98,29 @@ class StatePool:
         self.matrices = torch.zeros(*shape, *matrices, dtype=kept, device=device)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that slots have a part of: [layers, slots, …]."""
+        return self.windows, self.matrices
+
+    @property
     def nbytes(self) -> int:
-        return self.windows.nbytes + self.matrices.nbytes
+        return sum(states.nbytes for states in self.tensors)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot of all layers over another one."""
-        for states in (self.windows, self.matrices):
+        for states in self.tensors:
             states[:, target] = states[:, source]
+
+    def read(self, slot: int) -> list[Tensor]:
+        """A slot's state in all layers: [layers, C, W - 1] and [layers, H, Dk, Dv], views."""
+        return [states[:, slot] for states in self.tensors]
+
+    def write(self, slot: int, state: list[Tensor]) -> None:
+        """What `read` gave, wherever it has been meanwhile, into a slot. state: [layers, C, W - 1]
+        and [layers, H, Dk, Dv].
+        """
+        for states, x in zip(self.tensors, state):
+            states[:, slot] = x.to(states.device)
 
     def attend(self, layer: int, mixed: Tensor, *inputs: Tensor | None, step: StateStep) -> Tensor:
         """mixed: [T, C], inputs: what else the layer hands over -> [T, H, Dv]; of a layer with a
