@@ -14,6 +14,8 @@ KOREAN = "한국어"
 TITLES = {
     "INSTALL.md": "Install",
     "AGENTS.md": "With an AI assistant",
+    "CONTRIBUTING.md": "Contributing",
+    "CHANGELOG.md": "Changes",
     "lessons/GLOSSARY.md": "Glossary",
     "lessons/NOTATION.md": "Notation",
     "lessons/GUIDES.md": "What guides print, and what is true",
@@ -113,6 +115,8 @@ def parts(root: Path) -> list[Part]:
         titled(root, "exercises/README.md"),
         titled(root, "models/README.md", "models"),
         titled(root, "results/README.md"),
+        titled(root, "CONTRIBUTING.md"),
+        titled(root, "CHANGELOG.md"),
     ]
     begin = [titled(root, page) for page in ("INSTALL.md", "AGENTS.md")]
     by_caption = {"Begin": begin, "Lessons": lessons(root), "The engine": engine}

@@ -11,6 +11,7 @@ from lessons.l27_states.lab.costs import (
     StateLayer,
     even_memory,
     even_prompt,
+    even_snapshot,
     even_step,
 )
 from lessons.l27_states.lab.needle import FEW_KEYS, RULES, different_keys, same_keys
@@ -23,6 +24,8 @@ from lessons.l27_states.naive import (
 )
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
+from reference.features.states.shapes import STATES
+from reference.features.states.snapshots import SHORTEST
 from tests.excerpts import plain_readme, stray_excerpts
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +85,18 @@ def test_the_bytes_of_step_7():
     said(f"36 layers keep {many / 1e9:.1f} GB")
     said(f"= {2 * many / 1e9:.1f} GB, read and written")
     said(f"{2e3 * many / CHIPS['h100'].memory_bytes_per_s:.1f} ms.")
+
+
+def test_the_bytes_of_a_snapshot():
+    snapshot, block = QWEN3_NEXT.snapshot_bytes, 16 * QWEN3_NEXT.token_bytes
+    assert snapshot == STATES.bytes_per_sequence(2), "the planner's shapes are others"
+    said(f"| K and V of a block of 16 tokens, {QWEN3_NEXT.cache_layers} layers | {block:,} |")
+    said(f"| a snapshot of {QWEN3_NEXT.state_layers} states | {snapshot:,} |")
+    said(f"| {even_snapshot():,.0f} tokens, {snapshot / block:.1f} blocks |")
+    said(f"states would take {snapshot / block:.1f} times as much as K and V")
+    said(f"is nearer than {even_snapshot():,.0f} tokens")
+    said(f"{SHORTEST} tokens if nothing is said")
+    said(f"adds 1/{SHORTEST} to the bytes of its states")
 
 
 def test_the_table_of_step_3():

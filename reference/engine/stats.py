@@ -6,11 +6,15 @@ Source: vLLM, vllm/v1/metrics/stats.py.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from reference.engine.engine import Engine
 from reference.engine.request import EngineRequest
+
+if TYPE_CHECKING:
+    from reference.features.states.snapshots import SnapshotCounts
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class EngineStats:
     the share of blocks that a sequence owns, 0 to 1. All that follow are totals since the engine
     began; prefix_cache_*: tokens of prompts; external_*: those that the pool did not know, and that
     came from host memory or files. num_refused: turned away by admission; num_timeouts:
-    dropped because their time was over; num_aborted: their reader had gone.
+    dropped because their time was over; num_aborted: their reader had gone; snapshots: of states,
+    None where none are kept.
     """
 
     num_running: int
@@ -35,6 +40,7 @@ class EngineStats:
     num_refused: int = 0
     num_timeouts: int = 0
     num_aborted: int = 0
+    snapshots: "SnapshotCounts | None" = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,9 @@ class StatsCounter:
             external_prefix_cache_queries=sum(scheduler.host.asked for scheduler in schedulers),
             external_prefix_cache_hits=sum(scheduler.host.found for scheduler in schedulers),
         )
-        return EngineStats(running, waiting, used, **far, **self.totals)
+        snapshots = getattr(schedulers[0].blocks, "snapshots", None)
+        counts = None if snapshots is None else replace(snapshots.counts)
+        return EngineStats(running, waiting, used, **far, **self.totals, snapshots=counts)
 
     def count(self, touched: list[EngineRequest]) -> IterationStats:
         """Count a step, and tell the observers. touched: who got a token in it."""

@@ -82,9 +82,9 @@ class Speculation:
                 path = list(self.verified[sequence].path[:count])
                 rows = [first_row + node for node in path]
                 step.chunks[at] = Chunk(sequence, count)
-                moves += path_moves(
-                    path, held, self.blocks.tables[sequence.row], self.blocks.block_size
-                )
+                table, size = self.blocks.tables[sequence.row], self.blocks.block_size
+                for pages in getattr(table, "groups", [table]):  # of each group of layers
+                    moves += path_moves(path, held, pages, size)
             ran.append(Ran(sequence, held, count, rows))
         if moves:
             compact(self.runner.pool, moves)

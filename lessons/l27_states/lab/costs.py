@@ -98,8 +98,17 @@ class Hybrid:
 
     def kept_bytes(self, context: int) -> int:
         """Of one sequence in all layers, in bytes."""
-        states = self.state_layers * self.state.kept_bytes
-        return states + self.cache_layers * context * self.cache.token_bytes
+        return self.snapshot_bytes + context * self.token_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """A copy of one sequence's states in all layers, in bytes."""
+        return self.state_layers * self.state.kept_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in all layers that have them, in bytes."""
+        return self.cache_layers * self.cache.token_bytes
 
     def cached_bytes(self, context: int) -> int:
         """The same if all its layers were like its cache layers."""
@@ -132,6 +141,11 @@ def even_prompt(model: Hybrid = QWEN3_NEXT, chunk: int = CHUNK) -> float:
     return model.state.chunk_flops(chunk) / model.cache.prompt_flops(1)
 
 
+def even_snapshot(model: Hybrid = QWEN3_NEXT) -> float:
+    """Tokens whose K and V in all layers that have them take as much memory as a snapshot."""
+    return model.snapshot_bytes / model.token_bytes
+
+
 def main() -> int:
     """Print the table."""
     model = QWEN3_NEXT
@@ -145,6 +159,11 @@ def main() -> int:
     for context in (100, 1000, 8192, 32768, 131072):
         sizes = model.kept_bytes(context) / 1e6, model.cached_bytes(context) / 1e6
         print(f"  {context:>9,} {sizes[0]:>11,.1f} {sizes[1]:>21,.1f}")
+    block = 16 * model.token_bytes
+    print(
+        f"  a snapshot of all states has {model.snapshot_bytes:,} bytes, K and V of a block of 16"
+    )
+    print(f"  tokens {block:,}: even at {even_snapshot():,.0f} tokens")
     return 0
 
 

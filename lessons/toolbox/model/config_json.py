@@ -124,7 +124,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
             f"'model_type' {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    raw = _with_one_name(raw, family.also_called or {})
+    raw = family.reworded(_with_one_name(raw, family.also_called or {}))
     needed = f"{NEEDED} {family.eps} {family.needs}".split()
     for key in needed:
         if key not in raw:

@@ -92,7 +92,7 @@ class HybridPool(KVPool):
         def attend(layer: int, *inputs: torch.Tensor) -> torch.Tensor:
             if layer in self.at:
                 return attend_here(self.at[layer], *inputs)
-            return self.states.attend(layer, *inputs, step)
+            return self.states.attend(layer, *inputs, step=step)
 
         return attend
 
