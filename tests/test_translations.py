@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from book import translations
+from book import glossary, order, translations
 from book.agreement import differences
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -59,6 +59,32 @@ def test_terms_of_the_glossary_keep_their_names():
         if (REPOSITORY / page).is_file()
     ]
     assert anchors[0] == anchors[-1]
+
+
+def test_pages_of_the_book_lead_to_their_translations_and_back():
+    for page in translations.wanted(REPOSITORY):
+        text = translations.with_switch(REPOSITORY, page)
+        place = REPOSITORY / translations.place_of(page)
+        (target,) = re.findall(r"^\[한국어\]\((.*)\)$", text, re.MULTILINE)
+        assert ((REPOSITORY / page).parent / target).resolve() == place
+        assert (
+            translations.with_switch(REPOSITORY, translations.place_of(page)).count("[한국어]") == 0
+        )
+
+
+def test_the_book_lists_korean_lessons_by_their_short_titles():
+    titles = {chapter.page: chapter.title for chapter in order.korean(REPOSITORY)}
+    assert set(titles) == {*PAGES, *translations.OWN}
+    for page, title in titles.items():
+        number = re.search(r"/l(\d\d)_", page)
+        assert title.startswith(f"{number[1]} ") if number else title
+
+
+def test_a_korean_definition_is_plain_text():
+    korean = glossary.definitions(REPOSITORY, "ko/lessons/GLOSSARY.md")
+    assert set(korean) == set(glossary.definitions(REPOSITORY))
+    for anchor, said in korean.items():
+        assert said and not re.search(r"\]\(|\*\[|\*\*|`|레슨 \d+\*$", said), (anchor, said)
 
 
 # ---------------------------------------------------------------- the rules themselves
