@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api, code, glossary, order
+from book import api, code, glossary, order, translations
 from book.links import LINK
 from lessons.toolbox.command import OneLineParser
 
@@ -88,7 +88,7 @@ class Stage:
 
     def page(self, name: str, behind: str = "") -> None:
         """A page of the course. behind: what the book adds at its end."""
-        text = (self.root / name).read_text(encoding="utf-8")
+        text = translations.with_switch(self.root, name)
         text = PICTURE.sub(r"![\g<alt>](\g<file>)", text)
         self.write(order.staged(name), self.relinked(name, text) + behind)
 

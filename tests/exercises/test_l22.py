@@ -469,6 +469,24 @@ async def slow(stage):
     one.no_slips()
 
 
+async def slow_and_not_at_the_end(stage):
+    one = stage({"slow": 90, "quick": 6})
+    stream = one.loop.stream("slow")
+    await one.within(stream.__anext__(), "the first answer")
+    await one.within(one.read("quick"), "a quick reader beside one who has stopped reading")
+    newest = len(one.engine.running["slow"])
+    for _ in range(4):  # what the engine gave can be where it belongs by then
+        await pause(0)
+    got = await one.within(stream.__anext__(), "the slow reader's answer")
+    note(got)
+    assert isinstance(got, int) and got >= newest, (
+        f"a reader who reads again gets answer {got}, and the newest was {newest}: "
+        "what it did not read is out of date"
+    )
+    await one.within(stream.aclose(), "closing a stream")
+    one.no_slips()
+
+
 async def rest_of(stream):
     return [answer async for answer in stream]
 
@@ -719,6 +737,10 @@ async def told_by(stream):
 SCENES = {
     "quick": (quick, "quick readers see every answer"),
     "slow": (slow, "one reader stops reading for a while"),
+    "slow_and_not_at_the_end": (
+        slow_and_not_at_the_end,
+        "a reader stops reading, and goes on before its answer ends",
+    ),
     "closes": (closes, "a reader leaves after the first word"),
     "closes_with_an_answer_unread": (
         closes_with_an_answer_unread,

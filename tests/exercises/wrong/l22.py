@@ -548,6 +548,17 @@ answers.slips(
     + if not inbox.full():
     +     inbox.put_nowait(message)
 
+    only_the_last_one_replaces: Each newer answer replaces the one that was not read, not the last
+        alone.
+    - if inbox.full():
+    -     inbox.get_nowait()  # it was not read, and the newer one says all that it said
+    - inbox.put_nowait(message)
+    + ends = isinstance(message, Exception) or message[1]
+    + if inbox.full() and ends:
+    +     inbox.get_nowait()
+    + if not inbox.full():
+    +     inbox.put_nowait(message)
+
     not_aborted: A reader has left and is still computed: abort the request when the stream is
         closed.
     - if self.inboxes.get(request_id) is inbox:
