@@ -18,6 +18,7 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 TAG = re.compile(r"</?[a-z][^>\n]*>")
+ALT = re.compile(r'(?<=alt=")[^"\n]*')  # the words for a picture in HTML, which are translated
 NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
 # numbers that English writes as words, and that another language may write as digits
 WORDS = {
@@ -58,6 +59,7 @@ def sections(text: str) -> list[str]:
 
 
 def _section(source: str, page: str) -> Iterator[str]:
+    source, page = ALT.sub("", source), ALT.sub("", page)
     for what, pattern in (("comment", COMMENT), ("code", CODE), ("tag", TAG)):
         yield from _counts(what, pattern.findall(source), pattern.findall(page))
         source, page = pattern.sub(" ", source), pattern.sub(" ", page)

@@ -37,6 +37,8 @@ TITLES = {
     "deploy/README.md": "Deployment",
 }
 
+PLAYGROUND = "book/playground", {"book/playground/README.md"}
+
 
 @dataclass(frozen=True)
 class Chapter:
@@ -133,6 +135,7 @@ def parts(root: Path) -> list[Part]:
         titled(root, "CHANGELOG.md"),
     ]
     begin = [titled(root, page) for page in ("INSTALL.md", "AGENTS.md")]
-    by_caption = {"Begin": begin, "Lessons": lessons(root), "The engine": engine}
+    play = [Chapter("book/playground/README.md", "Playground", tuple(others(root, *PLAYGROUND)))]
+    by_caption = {"Begin": begin + play, "Lessons": lessons(root), "The engine": engine}
     by_caption |= {"Beside the lessons": beside, KOREAN: korean(root)}
     return [Part(caption, tuple(chapters)) for caption, chapters in by_caption.items()]

@@ -126,6 +126,13 @@ def test_what_differs_is_seen(slip):
     assert any(why in found for found in differences(SOURCE, SOURCE.replace(old, new)))
 
 
+def test_the_words_of_a_picture_in_html_are_translated():
+    picture = '<img alt="{}" src="{}">'
+    assert differences(picture.format("30 s", "a.svg"), picture.format("초", "a.svg")) == []
+    (_, why) = differences(picture.format("30 s", "a.svg"), picture.format("초", "b.svg"))
+    assert "b.svg" in why
+
+
 def test_a_word_may_become_a_digit():
     assert differences("a power of two", "2의 거듭제곱") == []
     assert differences("a power of two", "22의 거듭제곱, 2와 2") != []
