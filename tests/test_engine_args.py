@@ -72,6 +72,7 @@ TAKES = {
         speculative_config=(None,),
         enable_lora=(True,),
         max_cpu_loras=(None,),
+        mamba_block_size=(None,),
         enable_expert_parallel=(True,),
         distributed_executor_backend=(None,),
     ),

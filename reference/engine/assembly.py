@@ -140,13 +140,20 @@ def engine_on(
     """An engine on a runner, or on what has its interface. proposer: who drafts; None: one token in
     a step. tree: the shape of its drafts; None: chains.
     """
-    others = [] if proposer is None else proposer.pools
-    blocks = new_blocks(args, runner, others)
+    blocks = new_blocks(args, runner, [] if proposer is None else proposer.pools)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
+    if runner.model.config.state is not None and args.enable_prefix_caching:
+        from reference.features.states.stops import StopsAtSnapshots
+
+        StopsAtSnapshots(scheduler)
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
 
         speculation = speculation_over(runner, scheduler)
+        if runner.model.config.state is not None:
+            from reference.features.states.drafted import DraftedStates
+
+            speculation.states = DraftedStates(runner.pool, blocks)
     engine = Engine(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )
@@ -272,11 +279,9 @@ def new_scheduler(
 
         limits |= dict(may_join=at_most(args.max_loras))
     if args.preemption_mode == "swap":
-        from lessons.l15_chunked_prefill.swap import Host
+        from reference.features.swap import new_host
 
-        block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
-        host_blocks = int(args.swap_space * 2**30 // block_bytes)
-        limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
+        limits |= dict(host=new_host(args, runner, blocks, others))
     elif args.kv_offloading_size is not None:
         from reference.features.offload import elsewhere
 

@@ -83,6 +83,7 @@ class EngineArgs:
     fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
     checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
     "int4", with a scale for each token and KV head; vLLM's longer names of these are read too.
+    mamba_block_size: a state is kept for later prompts after multiples of so many tokens; None: 64.
     speculative_config: who drafts tokens and how many, a dict of vLLM's keys. limit_mm_per_prompt:
     {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb: GiB of the rows that
     the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most
@@ -126,6 +127,7 @@ class EngineArgs:
     quantization: str | None = None
     speculative_config: "SpeculativeConfig | dict | None" = None
     kv_cache_dtype: str = "auto"
+    mamba_block_size: int | None = None
     limit_mm_per_prompt: dict[str, int] | str | None = None
     mm_processor_cache_gb: float = 0.25
     enable_lora: bool = False
@@ -145,6 +147,7 @@ class EngineArgs:
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
             "max_cpu_loras",
+            "mamba_block_size",
             optional=True,
         )
         check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)

@@ -31,7 +31,7 @@ def feature_blocks(
     if runner.model.config.state is not None:
         from reference.features.states.room import slot_blocks
 
-        return slot_blocks(args, runner)
+        return slot_blocks(args, runner, cache)
     from reference.features.windows.room import group_blocks
 
     return group_blocks(args, runner.groups, runner.pool.num_blocks)

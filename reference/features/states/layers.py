@@ -41,6 +41,7 @@ class StateStep:
     cu_seqlens: Tensor  # [B - num_decodes + 1] int32: where their tokens begin, from the first one
     has_state: Tensor  # [B - num_decodes] bool: whether tokens of it have run before
     max_seqlen: int  # of the others
+    drafted: Tensor | None = None  # [D] int64: rows of tokens that may not stay
 
     @property
     def of_prompts(self) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -96,21 +97,48 @@ class StatePool:
         # no numbers where a layer has a convolution alone
         matrices = config.matrix_shape or (0,)
         self.matrices = torch.zeros(*shape, *matrices, dtype=kept, device=device)
+        # {layer: what it was given for the rows `drafted` of a step}
+        self.given: dict[int, tuple[Tensor | None, ...]] = {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that slots have a part of: [layers, slots, …]."""
+        return self.windows, self.matrices
 
     @property
     def nbytes(self) -> int:
-        return self.windows.nbytes + self.matrices.nbytes
+        return sum(states.nbytes for states in self.tensors)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot of all layers over another one."""
-        for states in (self.windows, self.matrices):
+        for states in self.tensors:
             states[:, target] = states[:, source]
+
+    def read(self, slot: int) -> list[Tensor]:
+        """A slot's state in all layers: [layers, C, W - 1] and [layers, H, Dk, Dv], views."""
+        return [states[:, slot] for states in self.tensors]
+
+    def write(self, slot: int, state: list[Tensor]) -> None:
+        """What `read` gave, wherever it has been meanwhile, into a slot. state: [layers, C, W - 1]
+        and [layers, H, Dk, Dv].
+        """
+        for states, x in zip(self.tensors, state):
+            states[:, slot] = x.to(states.device)
+
+    def repeat(self, rows: Tensor, step: StateStep) -> None:
+        """Run these of the rows that the last step was given once more, in the step's slots. rows:
+        [D] int64.
+        """
+        for layer, given in self.given.items():
+            self.attend(layer, *(rows_of(x, rows) for x in given), step=step)
 
     def attend(self, layer: int, mixed: Tensor, *inputs: Tensor | None, step: StateStep) -> Tensor:
         """mixed: [T, C], inputs: what else the layer hands over -> [T, H, Dv]; of a layer with a
         convolution alone what that gives, [T, C]. The step's slots are the states after these
         tokens then.
         """
+        if step.drafted is not None:
+            self.given[layer] = tuple(rows_of(x, step.drafted) for x in (mixed, *inputs))
         y = self.convolved(layer, mixed, step)
         run = partial(self.run_rule, self.at[layer], step)
         return after_convolution(self.config, y, run, *inputs).to(mixed.dtype)
@@ -140,6 +168,11 @@ class StatePool:
             run = getattr(self.ops, f"{rule}_prompts")
             outs.append(run(*(x[count:] for x in each), matrices, *step.of_prompts))
         return joined(outs)
+
+
+def rows_of(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    """x: [T, H] -> [D, H], a copy; rows: [D]. Weights of the layer, [C], and None stay."""
+    return x if x is None or x.ndim == 1 else x[rows]
 
 
 def joined(parts: list[Tensor]) -> Tensor:

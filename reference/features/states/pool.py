@@ -133,5 +133,9 @@ def with_slots(batch: Batch, chunks: list[tuple[list[int], int]], tables: list) 
     if strange := [type(table).__name__ for table in tables if not isinstance(table, SlotTable)]:
         refuse("tables", strange[0], "SlotTables, because a sequence has a slot for its state")
     lengths, held = [len(new) for new, _ in chunks], [before for _, before in chunks]
-    slots = [table.slot for table in tables]
-    return replace(batch, states=new_state_step(lengths, held, slots, batch.tokens.device))
+    slots, device = [table.slot for table in tables], batch.tokens.device
+    step = new_state_step(lengths, held, slots, device)
+    if any(may_go_back := [table.spare is not None for table in tables]):
+        rows = torch.tensor(may_go_back).repeat_interleave(torch.tensor(lengths)).nonzero()[:, 0]
+        step = replace(step, drafted=rows.to(device))
+    return replace(batch, states=step)
