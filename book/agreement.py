@@ -21,19 +21,13 @@ TAG = re.compile(r"</?[a-z][^>\n]*>")
 ALT = re.compile(r'(?<=alt=")[^"\n]*')  # the words for a picture in HTML, which are translated
 NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
 # numbers that English writes as words, and that another language may write as digits
-WORDS = {
-    "zero": "0",
-    "zeros": "0",
-    "one": "1",
-    "two": "2",
-    "twice": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-}
-WORDS |= {"seven": "7", "eight": "8", "nine": "9", "ten": "10", "twelve": "12"}
-WORDS |= {name.lower(): str(i) for i, name in enumerate(calendar.month_name) if i}
+UP_TO_TWENTY = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty"
+)
+WORDS = {word: str(number) for number, word in enumerate(UP_TO_TWENTY.split())}
+WORDS |= {"zeros": "0", "twice": "2", "fifty": "50", "hundred": "100", "thousand": "1000"}
+WORDS |= {name.lower(): str(number) for number, name in enumerate(calendar.month_name) if number}
 HEADING = re.compile(r"^(#+) .*$", re.MULTILINE)
 
 
