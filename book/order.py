@@ -16,6 +16,7 @@ KOREAN_TITLES = {
     "README.ko.md": "처음",
     "ko/INSTALL.md": "시작하는 방법",
     "ko/lessons/GLOSSARY.md": "용어집",
+    "ko/lessons/NOTATION.md": "표기법",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {
