@@ -18,7 +18,7 @@ EXPORT ?=
 VERSION ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers clients book demo serve test test-all check progress board lab bench doctor gpu proof profile slides handouts wheel release clean
+.PHONY: help setup peers clients book demo serve test test-all check progress board lab bench doctor gpu proof profile slides handouts film wheel release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ slides: setup ## lessons for a projector: pictures, index.html with arrow keys, 
 
 handouts: setup ## the quizzes and exercises to print, and their answers apart (LESSON=03 for one; OUT=build/handouts)
 	@$(RUN) -m reference.bench.handouts $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+
+film: setup ## the moving picture of the front page, from a new run of the engine (OUT=folder: not over the committed one)
+	@$(RUN) -m reference.trace.film $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 wheel: setup ## the course as a wheel for pip, in build/wheel (its build program comes from the network)
 	@rm -rf build/wheel

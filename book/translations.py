@@ -2,11 +2,13 @@
 
     python -m book.translations              # what is missing, stale or different
     python -m book.translations stamp PAGE…  # a page agrees with its source of today
+    python -m book.translations links        # lead to Korean pages that are new
 
 `ko/lessons/GLOSSARY.md` translates `lessons/GLOSSARY.md`; the front page alone is `README.ko.md`,
 beside README.md. A translated page begins with a comment that names its source and the hash of the
 source that it was made from. `stamp` renews that comment, and points links to Korean pages where
-there are some. How to translate: ko/TERMS.md.
+there are some. It refuses a page whose headings, code, numbers or links differ from the source's;
+whether the words say the same, it cannot know. How to translate: ko/TERMS.md.
 """
 
 import hashlib
@@ -55,7 +57,8 @@ def wanted(root: Path) -> list[str]:
     """The English pages that the Korean edition means to have, in the order of reading."""
     rooms = sorted(root.glob("lessons/l[0-9][0-9]_*/README.md"))
     rooms = [path.relative_to(root).as_posix() for path in rooms]
-    return ["README.md", "INSTALL.md", "lessons/GLOSSARY.md", *rooms]
+    beside = ["GLOSSARY", "NOTATION", "PROFILING"]
+    return ["README.md", "INSTALL.md", *(f"lessons/{page}.md" for page in beside), *rooms]
 
 
 def missing(root: Path) -> list[str]:
@@ -205,6 +208,14 @@ def stamp(root: Path, page: str) -> None:
     path.write_text(_stamp(root, page) + relinked(root, page, text), encoding="utf-8")
 
 
+def mend_links(root: Path) -> None:
+    """Point the links of all translated pages to Korean pages. Their stamps stay."""
+    for page in translated(root):
+        path = root / page
+        text = path.read_text(encoding="utf-8")
+        path.write_text(relinked(root, page, text), encoding="utf-8")
+
+
 def report(root: Path) -> Iterator[str]:
     """What is missing, stale or different, a line each."""
     yield from (f"missing: {place_of(source)}" for source in missing(root))
@@ -234,17 +245,24 @@ def stamp_all(root: Path, pages: Iterable[str]) -> Complaints:
 def main() -> None:
     """Say what is to be done, or stamp pages."""
     parser = OneLineParser(prog="python -m book.translations")
-    parser.add_argument("command", nargs="?", choices=["list", "stamp"], default="list")
+    parser.add_argument("command", nargs="?", choices=["list", "stamp", "links"], default="list")
     parser.add_argument("pages", nargs="*", help="translated pages, such as README.ko.md")
     args = parser.parse_args()
     if args.command == "list":
         print("\n".join(report(REPOSITORY)) or "all pages are translated and of today")
-        return
+    elif args.command == "links":
+        mend_links(REPOSITORY)
+    elif args.command == "stamp":
+        stamp_pages(parser, args.pages)
+
+
+def stamp_pages(parser: OneLineParser, pages: list[str]) -> None:
+    """The command stamp, which ends with 2 and one line for a page that it refuses."""
     known = translated(REPOSITORY)
-    for page in args.pages:
+    for page in pages:
         if page not in known:
             parser.error(f"pages: got {page}; accepted: a translated page, such as {known[0]}")
-    if found := stamp_all(REPOSITORY, args.pages):
+    if found := stamp_all(REPOSITORY, pages):
         parser.error("\n".join(found))
 
 

@@ -27,7 +27,9 @@ CHUNK = 32  # tokens: on a CPU a tenth faster than transformers' own 64
 
 
 def folder_of(name: str) -> Path:
-    """Where one of MIXES is saved."""
+    """Where one of MIXES is saved, or "tiny"."""
+    if name == "tiny":
+        return FOLDERS[name]
     return HERE / "tiny-hybrid" if name == "hybrid" else HERE.parent / "build" / f"tiny-{name}"
 
 

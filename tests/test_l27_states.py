@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l27_states.chunks import written, written_by_wy
 from lessons.l27_states.lab import rounded
 from lessons.l27_states.lab.costs import (
@@ -28,7 +30,14 @@ from lessons.l27_states.naive import (
 )
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
-from reference.features.states.shapes import STATES
+from reference.features.states.shapes import (
+    DECAYED_FLOPS,
+    NEMOTRON_H_8B,
+    OF_NEMOTRON_8B,
+    STATES,
+    requests_at_once,
+)
+from reference.features.states.shapes import QWEN3_NEXT as QWEN3_NEXT_SHAPE
 from reference.features.states.snapshots import SHORTEST
 from tests.excerpts import plain_readme, stray_excerpts
 
@@ -36,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "lessons/l27_states"
 README = plain_readme(ROOM)
 STATE, CACHE = QWEN3_NEXT.state, QWEN3_NEXT.cache
+WORDS = {4: "four"}
 
 
 def said(text: str) -> None:
@@ -89,6 +99,33 @@ def test_the_bytes_of_step_7():
     said(f"36 layers keep {many / 1e9:.1f} GB")
     said(f"= {2 * many / 1e9:.1f} GB, read and written")
     said(f"{2e3 * many / CHIPS['h100'].memory_bytes_per_s:.1f} ms.")
+
+
+def test_what_a_mamba_2_layer_keeps():
+    """The sizes of Nemotron-H 8B, and its token by hand."""
+    shape = NEMOTRON_H_8B
+    token_bytes = 2 * shape.num_key_value_heads * shape.head_dim * 2
+    kept = shape.state_layer_bytes
+    said(f"has 128 heads of 128 × 64 and {OF_NEMOTRON_8B.conv_dim:,} channels")
+    said(f"so it keeps {kept:,} bytes. That is K and V of {kept / token_bytes:,.0f} tokens")
+    said(f"one of its {WORDS[shape.num_kv_layers]} attention layers")
+    said(f"A token costs {DECAYED_FLOPS} FLOPs for each number of a state")
+    dt = torch.tensor([[2.0]]).log()
+    q, k, x = torch.tensor([[[1.0, 0]], [[1.0, 0]], [[2.0, 4]]])[:, None]
+    state = torch.tensor([[[1.0, 2], [6, 0]]])
+    _, after = decayed_linear_attention(q, k, dt[..., None] * x, -dt, state)
+    rows = [" ".join(f"{x:.3g}" for x in row) for row in (0.5 * state[0]).tolist()]
+    said(f"First S fades to {' / '.join(rows)}.")
+    rows = [" ".join(f"{x:.3g}" for x in row) for row in after[0].tolist()]
+    said(f"added to its first row: {' / '.join(rows)}.")
+
+
+def test_the_requests_at_once():
+    assert requests_at_once() in README
+    more, of_all = QWEN3_NEXT_SHAPE, find_model("qwen3-30b-a3b")
+    said(f"Qwen3-Next has {more.params / of_all.params:.1f} times the parameters")
+    counts = [make_plan(each, CHIPS["h200"], 1, 32768, 2).sequences for each in (more, of_all)]
+    said(f"and {counts[0] / counts[1]:.1f} times the requests")
 
 
 def test_the_bytes_of_a_snapshot():

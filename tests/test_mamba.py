@@ -12,21 +12,25 @@ import torch
 from torch import nn
 from torch.nn.functional import relu, silu
 
+from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.variants.granite import GraniteDecoder
-from lessons.l06_mla.deepseek import load_decoder
+from lessons.l06_mla.deepseek import decoder_class, load_decoder
 from lessons.l06_mla.mamba import mamba2, nemotron_h
 from lessons.l06_mla.mamba.granite_hybrid import GraniteHybridDecoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l23_experts.grouped import GroupedMoE, grouped
 from lessons.l27_states.stand_ins import wrappers
 from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.mamba_config import MambaConfig
 from reference.features.states import rules
 from reference.features.states.generate import from_beginning, whole_sequence
 from reference.features.states.layers import StatePool, conv_weights
+from reference.features.states.shapes import GRANITE_4_SMALL as SHAPE_SMALL
+from reference.features.states.shapes import NEMOTRON_H_8B as SHAPE_8B
 from tests.random_families import FAMILIES, check_logits, check_rungs, prompts_of, saved_and_loaded
 from tests.test_qwen3_next import in_random_chunks, random_lengths
 
@@ -336,6 +340,27 @@ def test_the_published_configs_and_their_bytes(tmp_path):
         assert config.kv_bytes_per_token(2) == 4 * 2 * 8 * 128 * 2
         assert config.rope_scaling.rope_type == "none"
     assert nemotron.moe is None and granite.moe.shared_width == 1536 == granite.intermediate_size
+
+
+@pytest.mark.parametrize("raw, shape", [(NEMOTRON_H_8B, SHAPE_8B), (GRANITE_4_SMALL, SHAPE_SMALL)])
+def test_the_planners_shapes_are_the_published_models(raw, shape, tmp_path):
+    """Their elements against our decoder on the meta device; their bytes against the config."""
+    config = read(tmp_path, raw)
+    with torch.device("meta"):
+        model = decoder_class(config)(config)
+    built = sum(p.numel() for p in model.parameters())  # a tied head is one parameter
+    assert shape.params == pytest.approx(built, rel=2e-4)  # norms and biases are left out
+    assert f"{shape.params / 1e9:.0f}B" == shape.published
+    assert shape.state_bytes == config.state.bytes_per_sequence(2)
+    assert shape.kv_values_per_token * 2 == config.kv_bytes_per_token(2)
+    plan = make_plan(shape, lookup("H200"), batch=8, context=32768)
+    each = 32768 * config.kv_bytes_per_token(2) + shape.state_bytes
+    left = plan.usable_bytes - plan.weight_bytes - plan.activation_bytes
+    assert plan.sequences == left // each
+    heads, rows, columns = config.state.matrix_shape
+    states = 5 * len(config.state.layers) * heads * rows * columns
+    attention = 8 * 32768 * 4 * 4 * 32 * 128
+    assert plan.decode.flops == 8 * (2 * shape.active_params + states) + attention
 
 
 def test_other_words_for_the_same_layers(tmp_path):

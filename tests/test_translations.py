@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from book import translations
+from book import glossary, order, translations
 from book.agreement import differences
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -61,6 +61,32 @@ def test_terms_of_the_glossary_keep_their_names():
     assert anchors[0] == anchors[-1]
 
 
+def test_pages_of_the_book_lead_to_their_translations_and_back():
+    for page in translations.wanted(REPOSITORY):
+        text = translations.with_switch(REPOSITORY, page)
+        place = REPOSITORY / translations.place_of(page)
+        (target,) = re.findall(r"^\[한국어\]\((.*)\)$", text, re.MULTILINE)
+        assert ((REPOSITORY / page).parent / target).resolve() == place
+        assert (
+            translations.with_switch(REPOSITORY, translations.place_of(page)).count("[한국어]") == 0
+        )
+
+
+def test_the_book_lists_korean_lessons_by_their_short_titles():
+    titles = {chapter.page: chapter.title for chapter in order.korean(REPOSITORY)}
+    assert set(titles) == {*PAGES, *translations.OWN}
+    for page, title in titles.items():
+        number = re.search(r"/l(\d\d)_", page)
+        assert title.startswith(f"{number[1]} ") if number else title
+
+
+def test_a_korean_definition_is_plain_text():
+    korean = glossary.definitions(REPOSITORY, "ko/lessons/GLOSSARY.md")
+    assert set(korean) == set(glossary.definitions(REPOSITORY))
+    for anchor, said in korean.items():
+        assert said and not re.search(r"\]\(|\*\[|\*\*|`|레슨 \d+\*$", said), (anchor, said)
+
+
 # ---------------------------------------------------------------- the rules themselves
 
 SOURCE = """# Title
@@ -84,6 +110,7 @@ SLIPS = {
     "a picture": (("c.svg", "d.svg"), "link '!(c.svg)' is in the source alone"),
     "a row": (("|---|---|\n", "|---|---|\n| b | |\n"), "rows of tables: 2 in the source, 3 here"),
     "a cell": (("| a | 5 |", "| a | 5 | |"), "rows of tables: 2 in the source, 2 here"),
+    "a line below a head": (("| a | 5 |\n|---|---|", "|---|---|\n| a | 5 |"), "or other cells"),
     "a number of a row": (
         ("12 bytes.\n\n| a | 5 |", "5 bytes.\n\n| a | 12 |"),
         "row 1: number '5' is",
@@ -98,6 +125,13 @@ def test_what_differs_is_seen(slip):
     (old, new), why = SLIPS[slip]
     assert differences(SOURCE, SOURCE) == []
     assert any(why in found for found in differences(SOURCE, SOURCE.replace(old, new)))
+
+
+def test_the_words_of_a_picture_in_html_are_translated():
+    picture = '<img alt="{}" src="{}">'
+    assert differences(picture.format("30 s", "a.svg"), picture.format("초", "a.svg")) == []
+    (_, why) = differences(picture.format("30 s", "a.svg"), picture.format("초", "b.svg"))
+    assert "b.svg" in why
 
 
 def test_a_word_may_become_a_digit():

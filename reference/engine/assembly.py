@@ -140,8 +140,7 @@ def engine_on(
     """An engine on a runner, or on what has its interface. proposer: who drafts; None: one token in
     a step. tree: the shape of its drafts; None: chains.
     """
-    others = [] if proposer is None else proposer.pools
-    blocks = new_blocks(args, runner, others)
+    blocks = new_blocks(args, runner, [] if proposer is None else proposer.pools)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
     if proposer is not None:
         from reference.speculation.by_load import speculation_over

@@ -49,6 +49,15 @@ class GroupBlocks(BlockManager):
         self.owned = [0] * len(groups.windows)  # pages of each group that have an owner
         self.given_back = 0  # pages that were behind a window, since the beginning
 
+    @property
+    def owned_by_kind(self) -> dict[str, int]:
+        """Pages that have an owner, by how far back their layers look."""
+        found: dict[str, int] = {}
+        for window, owned in zip(self.groups.windows, self.owned):
+            kind = "full" if window is None else f"window {window}"
+            found[kind] = found.get(kind, 0) + owned
+        return found
+
     def blocks_for(self, tokens: int) -> int:
         """How many pages a sequence needs at most on its way to so many tokens."""
         return self.groups.most_pages(tokens, self.block_size, self.most_tokens)
@@ -98,6 +107,9 @@ class GroupBlocks(BlockManager):
                 copies.append((table[at], own))
                 self.give_back(group, [table[at]])
                 table[at] = own
+            # Where `held` is past the table's end, as in a simulator that skips steps.
+            first = first_page(self.groups.windows[group], held, self.block_size)
+            table += [GONE] * (first - len(table))
             count = -(-tokens // self.block_size) - len(table)
             table += self.take_for(group, max(0, count))
         return copies
@@ -120,7 +132,7 @@ class GroupBlocks(BlockManager):
         """Give back the pages that no token from position `held` on sees."""
         for group, table in enumerate(self.tables[sequence].groups):
             first = first_page(self.groups.windows[group], held, self.block_size)
-            at = first
+            at = first = min(first, len(table))
             while at and table[at - 1] != GONE:  # those before were given back earlier
                 at -= 1
             behind = table[at:first]
