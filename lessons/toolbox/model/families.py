@@ -180,7 +180,7 @@ ELSEWHERE = {
     "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 "
     "kimi_k2 glm4_moe",
     "state_families": "qwen3_next lfm2",
-    "mamba_families": "granitemoehybrid nemotron_h",
+    "mamba_families": "granitemoehybrid bamba nemotron_h",
 }
 
 
