@@ -18,21 +18,16 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 TAG = re.compile(r"</?[a-z][^>\n]*>")
+ALT = re.compile(r'(?<=alt=")[^"\n]*')  # the words for a picture in HTML, which are translated
 NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
 # numbers that English writes as words, and that another language may write as digits
-WORDS = {
-    "zero": "0",
-    "zeros": "0",
-    "one": "1",
-    "two": "2",
-    "twice": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-}
-WORDS |= {"seven": "7", "eight": "8", "nine": "9", "ten": "10", "twelve": "12"}
-WORDS |= {name.lower(): str(i) for i, name in enumerate(calendar.month_name) if i}
+UP_TO_TWENTY = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty"
+)
+WORDS = {word: str(number) for number, word in enumerate(UP_TO_TWENTY.split())}
+WORDS |= {"zeros": "0", "twice": "2", "fifty": "50", "hundred": "100", "thousand": "1000"}
+WORDS |= {name.lower(): str(number) for number, name in enumerate(calendar.month_name) if number}
 HEADING = re.compile(r"^(#+) .*$", re.MULTILINE)
 
 
@@ -58,6 +53,7 @@ def sections(text: str) -> list[str]:
 
 
 def _section(source: str, page: str) -> Iterator[str]:
+    source, page = ALT.sub("", source), ALT.sub("", page)
     for what, pattern in (("comment", COMMENT), ("code", CODE), ("tag", TAG)):
         yield from _counts(what, pattern.findall(source), pattern.findall(page))
         source, page = pattern.sub(" ", source), pattern.sub(" ", page)
@@ -65,7 +61,7 @@ def _section(source: str, page: str) -> Iterator[str]:
     source, page = LINK.sub(r"\g<label>", source), LINK.sub(r"\g<label>", page)
     yield from _numbers("number", source, page)
     theirs, ours = _rows(source), _rows(page)
-    if [row.count("|") for row in theirs] != [row.count("|") for row in ours]:
+    if [_shape(row) for row in theirs] != [_shape(row) for row in ours]:
         yield f"rows of tables: {len(theirs)} in the source, {len(ours)} here, or other cells"
         return
     for number, (their, our) in enumerate(zip(theirs, ours)):
@@ -78,6 +74,11 @@ def _targets(text: str) -> list[str]:
 
 def _rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def _shape(row: str) -> tuple[int, bool]:
+    """Its cells, and whether it is the line below a head."""
+    return row.count("|"), not row.strip("|-: ")
 
 
 def _numbers(what: str, source: str, page: str) -> Iterator[str]:

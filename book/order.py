@@ -16,6 +16,8 @@ KOREAN_TITLES = {
     "README.ko.md": "처음",
     "ko/INSTALL.md": "시작하는 방법",
     "ko/lessons/GLOSSARY.md": "용어집",
+    "ko/lessons/NOTATION.md": "표기법",
+    "ko/lessons/PROFILING.md": "프로파일 읽기",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {
@@ -36,6 +38,8 @@ TITLES = {
     "models/README.md": "The embedded models",
     "deploy/README.md": "Deployment",
 }
+
+PLAYGROUND = "book/playground", {"book/playground/README.md"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def korean(root: Path) -> list[Chapter]:
         for title, room in KOREAN_ROW.findall(front.read_text(encoding="utf-8")):
             titles[translations.place_of(f"lessons/{room}/README.md")] = title
     pages = [translations.place_of(source) for source in translations.wanted(root)]
+    pages += [page for page in translations.translated(root) if page not in pages]
     there = [page for page in [*pages, *translations.OWN] if (root / page).is_file()]
     return [Chapter(page, titles.get(page, "")) for page in there]
 
@@ -133,6 +138,7 @@ def parts(root: Path) -> list[Part]:
         titled(root, "CHANGELOG.md"),
     ]
     begin = [titled(root, page) for page in ("INSTALL.md", "AGENTS.md")]
-    by_caption = {"Begin": begin, "Lessons": lessons(root), "The engine": engine}
+    play = [Chapter("book/playground/README.md", "Playground", tuple(others(root, *PLAYGROUND)))]
+    by_caption = {"Begin": begin + play, "Lessons": lessons(root), "The engine": engine}
     by_caption |= {"Beside the lessons": beside, KOREAN: korean(root)}
     return [Part(caption, tuple(chapters)) for caption, chapters in by_caption.items()]

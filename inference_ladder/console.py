@@ -22,8 +22,16 @@ HERE = Path(__file__).resolve().parent
 # What a wheel holds, and what `start` copies; pyproject.toml names the same. Not the rest of the
 # repository, which serves its own machinery.
 FOLDERS = ("lessons", "reference", "exercises", "solutions", "notebooks", "models", "results")
-FOLDERS += ("tests", "book", "deploy")
-FILES = ("README.md", "INSTALL.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff")
+FOLDERS += ("tests", "book", "deploy", "ko")
+FILES = (
+    "README.md",
+    "README.ko.md",
+    "INSTALL.md",
+    "AGENTS.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
 FILES += ("LICENSE", "Makefile", "Dockerfile", "pyproject.toml", "requirements.txt", "conftest.py")
 FILES += (".gitignore", ".dockerignore")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", ".hypothesis")

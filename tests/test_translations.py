@@ -110,6 +110,7 @@ SLIPS = {
     "a picture": (("c.svg", "d.svg"), "link '!(c.svg)' is in the source alone"),
     "a row": (("|---|---|\n", "|---|---|\n| b | |\n"), "rows of tables: 2 in the source, 3 here"),
     "a cell": (("| a | 5 |", "| a | 5 | |"), "rows of tables: 2 in the source, 2 here"),
+    "a line below a head": (("| a | 5 |\n|---|---|", "|---|---|\n| a | 5 |"), "or other cells"),
     "a number of a row": (
         ("12 bytes.\n\n| a | 5 |", "5 bytes.\n\n| a | 12 |"),
         "row 1: number '5' is",
@@ -124,6 +125,13 @@ def test_what_differs_is_seen(slip):
     (old, new), why = SLIPS[slip]
     assert differences(SOURCE, SOURCE) == []
     assert any(why in found for found in differences(SOURCE, SOURCE.replace(old, new)))
+
+
+def test_the_words_of_a_picture_in_html_are_translated():
+    picture = '<img alt="{}" src="{}">'
+    assert differences(picture.format("30 s", "a.svg"), picture.format("초", "a.svg")) == []
+    (_, why) = differences(picture.format("30 s", "a.svg"), picture.format("초", "b.svg"))
+    assert "b.svg" in why
 
 
 def test_a_word_may_become_a_digit():

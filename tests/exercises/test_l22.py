@@ -11,7 +11,7 @@ from statistics import quantiles
 from unittest.mock import patch
 
 from solutions.l22_serving import Shot, Wish
-from tests.exercises.checking import assert_equal, call, check, note
+from tests.exercises.checking import assert_entries, assert_equal, call, check, note
 
 # ---------------------------------------------------------------- 22.1 the report
 
@@ -118,8 +118,8 @@ def test_report(impl, case, seed):
     shots = make(seed)
     got = call(impl, dict(shots=shots, ttft_slo_s=ttft, e2el_slo_s=e2el))
     assert isinstance(got, tuple) and len(got) == 5, f"your result is {got!r}, expected a Report"
-    for label, mine, right in zip(REPORT_LABELS, got, reported(shots, ttft, e2el)):
-        assert_equal(mine, float(right), rtol=1e-9, label=label)
+    want = tuple(map(float, reported(shots, ttft, e2el)))
+    assert_entries(got, want, REPORT_LABELS, rtol=1e-9)
 
 
 # ---------------------------------------------------------------- 22.2 turns
@@ -255,6 +255,11 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
         ],
         {},
         "who comes half a unit after a choice was not waiting then",
+    ),
+    "begins_at_a_half": (
+        lambda seed: [Wish(0.5, "ann", 2), Wish(1.0, "ann", 3), Wish(2.25, "bob", 3)],
+        {},
+        "who begins at half a unit ends at half a unit",
     ),
     "less_than_a_token": (
         lambda seed: at_once(*[("bob", 2)] * 4, *[("ann", 1)] * 8),
