@@ -1,7 +1,9 @@
 """Families beside Llama's and DeepSeek's: random models of odd shapes against transformers."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from tests.test_deepseek import random_model
 
 ROPE = "lessons.toolbox.model.rope_scaling.RopeScaling"
 MODELS = 15  # of each family
+REPOSITORY = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -246,6 +249,12 @@ def test_each_decoder_names_the_other(tmp_path):
         Decoder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="config: got model_type 'llama'; accepted: one with moe"):
         MoEDecoder(ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16))
+
+
+def test_the_table_of_families_is_complete():
+    text = (REPOSITORY / "reference/README.md").read_text(encoding="utf-8")
+    table = text.partition("| a sequence keeps | families |")[2].partition("\n\n")[0]
+    assert sorted(re.findall("`(.*?)`", table)) == sorted(families.FAMILIES)
 
 
 def test_dense_layers_stand_anywhere():

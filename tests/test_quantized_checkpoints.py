@@ -29,6 +29,7 @@ from lessons.l06_mla.deepseek import load_decoder
 from lessons.l17_tree_speculation.heads.mtp_files import load_mtp
 from lessons.l17_tree_speculation.lab.mtp_checkpoint import write_checkpoint
 from lessons.l18_weight_quantization.linear import QuantizedLinear, quantized
+from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
     round_to_nearest,
@@ -273,9 +274,14 @@ WRITTEN = {
     "fp8": ("compressed-tensors", to_float8),
     "fp8, one scale": ("compressed-tensors", lambda w: to_float8(w, per="tensor")),
     "fp8, tiles": ("fp8", lambda w: to_float8(w, per="block")),
+    "nvfp4": ("compressed-tensors", to_nvfp4),
+    "nvfp4, modelopt": ("modelopt", to_nvfp4),
+    "fp8, modelopt": ("modelopt", to_float8),
+    "fp8, one scale, modelopt": ("modelopt", lambda w: to_float8(w, per="tensor")),
     "nf4": ("bitsandbytes", to_nf4),
     "nf4, plain scales": ("bitsandbytes", lambda w: to_nf4(w, False)),
 }
+NOT_OF_TRANSFORMERS = ("gptq", "awq", "modelopt")  # which needs a GPU's kernels, or has no reader
 READERS = {"compressed-tensors": "compressed_tensors", "bitsandbytes": "bitsandbytes"}
 
 
@@ -298,7 +304,7 @@ def test_what_is_written_is_read_back_to_the_last_bit(name, folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (form, _) in WRITTEN.items() if form not in ("gptq", "awq")]
+    "name", [name for name, (form, _) in WRITTEN.items() if form not in NOT_OF_TRANSFORMERS]
 )
 def test_transformers_reads_what_is_written(name, folders, tmp_path):
     form = WRITTEN[name][0]
@@ -307,14 +313,30 @@ def test_transformers_reads_what_is_written(name, folders, tmp_path):
         pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed")
     how = dict(quantization_config=FineGrainedFP8Config(dequantize=True)) if form == "fp8" else {}
     twin, out = written(folders, "llama", name, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, device_map="cpu", **how)
+    how["dtype"] = torch.bfloat16 if name == "nvfp4" else torch.float32
+    theirs = AutoModelForCausalLM.from_pretrained(out, device_map="cpu", **how)
     if form == "bitsandbytes":  # whose product on a CPU may round to bfloat16
         assert_numbers_of_bitsandbytes(theirs, twin)
+        return
+    if name == "nvfp4":  # which compressed-tensors makes numbers of in bfloat16 alone
+        with torch.no_grad():
+            theirs(torch.zeros(1, 1, dtype=torch.int64))  # and only when it runs
+        for layer, part in layers_of(twin):
+            got = theirs.get_submodule(f"model.{layer}").weight.float()
+            expected = part.quantized.dequantize()
+            torch.testing.assert_close(got, expected, atol=0, rtol=2**-7)
         return
     tokens = torch.randint(97, (9,))
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0].float()
     torch.testing.assert_close(logits_of(twin, tokens), expected, atol=2e-4, rtol=0)
+
+
+def layers_of(model) -> list:
+    """The quantized layers, all 14 of the Llama under test, by their names."""
+    layers = [(n, x) for n, x in model.named_modules() if isinstance(x, QuantizedLinear)]
+    assert len(layers) == 14
+    return layers
 
 
 def assert_numbers_of_bitsandbytes(theirs, ours) -> None:
@@ -323,9 +345,7 @@ def assert_numbers_of_bitsandbytes(theirs, ours) -> None:
     """
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 
-    layers = [(n, x) for n, x in ours.named_modules() if isinstance(x, QuantizedLinear)]
-    assert len(layers) == 14
-    for name, layer in layers:
+    for name, layer in layers_of(ours):
         part = theirs.get_submodule(f"model.{name}").weight
         if hasattr(part, "quant_state"):
             expected = dequantize_4bit(part.data, part.quant_state)
@@ -374,6 +394,7 @@ def test_the_planner_counts_the_bits_that_matrices_take():
         int8=round_to_nearest(weight, 8, None, True),
         fp8=to_float8(weight),
         mxfp4=to_mxfp4(weight),
+        nvfp4=to_nvfp4(weight),
         int4=round_to_nearest(weight),
         nf4=to_nf4(weight),
     )
@@ -422,7 +443,7 @@ def refused(folder, said):
             compressed("pack-quantized", INT4 | dict(num_bits=2)),
             "num_bits: got 2; accepted: 4 or 8",
         ),
-        (compressed("nvfp4-pack-quantized", INT4), "format: got 'nvfp4-pack-quantized'"),
+        (compressed("nvfp4-pack-quantized", INT4), "type: got 'int'; accepted: float"),
         (
             compressed("pack-quantized", INT4 | dict(dynamic=True)),
             "'weights.dynamic' must be False",

@@ -26,6 +26,7 @@ from lessons.l18_weight_quantization.weights import (
     GroupedInt,
     Mxfp4Weight,
     Nf4Weight,
+    Nvfp4Weight,
 )
 from lessons.toolbox.model.checkpoint import REPOSITORY, load_tokenizer
 from lessons.toolbox.model.config import ModelConfig
@@ -144,8 +145,10 @@ def test_packing_leaves_quantized_layers_alone_and_packs_the_rest():
 # ---------------------------------------------------------------- the argument
 
 KINDS = dict(int8=GroupedInt, int4=GroupedInt, fp8=Float8Weight, nf4=Nf4Weight, mxfp4=Mxfp4Weight)
+KINDS |= dict(nvfp4=Nvfp4Weight)
 KINDS |= dict(gptq=GroupedInt, awq=GroupedInt, bitsandbytes=Nf4Weight)
 BITS = dict(int8=(8, 8.3), int4=(4.3, 4.4), fp8=(8, 8.6), nf4=(4.1, 4.2), mxfp4=(4.25, 4.25))
+BITS |= dict(nvfp4=(4.5, 4.6))
 BITS |= dict(gptq=(4.3, 4.4), awq=(4.3, 4.4), bitsandbytes=(4.1, 4.2))
 
 

@@ -40,7 +40,9 @@
 
   document.addEventListener("DOMContentLoaded", function () {
     speakOfItself();
-    const terms = window.GLOSSARY || {};
+    // A page of the Korean edition links to the Korean glossary.
+    const isKorean = /\/(ko\/.*|README\.ko\.html)$/.test(location.pathname);
+    const terms = (isKorean ? window.GLOSSARY_KO : window.GLOSSARY) || {};
     const box = document.createElement("div");
     box.id = "definition";
     box.setAttribute("role", "tooltip");

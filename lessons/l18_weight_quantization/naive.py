@@ -1,11 +1,8 @@
-"""Naive: every format by rounding to nearest, and a product that dequantizes the whole matrix
-first.
+"""Naive: every format by rounding to nearest, and a product that dequantizes first.
 
 Each quantizer takes a matrix, [N, K], and looks at nothing else: no data, no other layer. It finds
-a scale for each group of numbers, divides by it, and rounds. gptq.py and awq.py do better with the
-same formats, because they also look at what the layer receives.
-
-Source of the vocabulary: Gholami et al. 2021, A Survey of Quantization Methods, section 3.
+a scale for each group of numbers, divides by it, and rounds. gptq.py and awq.py also look at what
+the layer receives. Vocabulary: Gholami et al. 2021, A Survey of Quantization Methods, section 3.
 """
 
 import torch
@@ -25,6 +22,7 @@ from lessons.l18_weight_quantization.weights import (
     Mxfp4Weight,
     Nf4Weight,
     QuantizedWeight,
+    neighbours_packed,
     pack,
 )
 from lessons.toolbox.model.arguments import is_whole, refuse
@@ -269,6 +267,18 @@ def nested(largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8), scales, offset
 
 
+def to_e2m1(scaled: Tensor) -> Tensor:
+    """scaled: [...] -> [...] uint8: the nearest E2M1 codes, of ties the even one; beyond 6 is 6."""
+    magnitudes = torch.tensor(E2M1_VALUES[:8], device=scaled.device)
+    middles = (magnitudes[:-1] + magnitudes[1:]) / 2
+    above_odd = middles[1::2]
+    middles[1::2] = torch.nextafter(above_odd, magnitudes[0])  # so that a tie goes up
+    codes = torch.bucketize(scaled.abs(), middles)
+    codes = codes.to(torch.uint8)
+    signs = torch.signbit(scaled).to(torch.uint8)
+    return codes | signs << 3
+
+
 def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
     """weight: [N, K], K a multiple of 32 -> MXFP4. The exponent of a block is that of its largest
     value, minus 2, because the largest E2M1 number, 6, has the exponent 2. A value between 6 and 8
@@ -284,13 +294,7 @@ def to_mxfp4(weight: Tensor) -> Mxfp4Weight:
     exponents = torch.frexp(largest).exponent - 1 - 2
     exponents = exponents.clamp(-E8M0_BIAS, 254 - E8M0_BIAS)
     scaled = torch.ldexp(blocks, -exponents[..., None])
-    magnitudes = torch.tensor(E2M1_VALUES[:8], device=weight.device)
-    codes = nearest(scaled.abs(), magnitudes)  # beyond 6 is the last one
-    signs = torch.signbit(scaled).to(torch.uint8)
-    codes = codes.to(torch.uint8) | signs << 3
-    codes = codes.flatten(1)
-    pairs = codes.unflatten(1, (-1, 2))
-    first, second = pairs.unbind(-1)
-    packed = first | second << 4
     stored = (exponents + E8M0_BIAS).to(torch.uint8)
+    codes = to_e2m1(scaled).flatten(1)
+    packed = neighbours_packed(codes)
     return Mxfp4Weight(packed, stored)

@@ -151,6 +151,7 @@ def launch(
         operand.scales,
         operand.zeros,
         None if operand.table is None else operand.table.to(x.dtype),
+        operand.tensor_scale,
         bias,
         out,
         len(x),
@@ -205,6 +206,9 @@ def check_scales(operand: Operand) -> None:
         given = getattr(operand, name)
         if given is not None and given.shape != shape:
             raise ValueError(f"{name}: got {tuple(given.shape)}; accepted: {shape}, one a group")
+    whole = operand.tensor_scale
+    if whole is not None and whole.shape != (1,):
+        raise ValueError(f"tensor_scale: got {tuple(whole.shape)}; accepted: (1,)")
 
 
 def check_matmul(

@@ -2,6 +2,7 @@
 mean, in float64.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -108,6 +109,16 @@ def test_every_exponent_of_mxfp4_becomes_its_scale_exactly():
     assert out[255].isnan()
 
 
+def test_every_e4m3_scale_of_nvfp4_becomes_its_number_exactly():
+    """Subnormal ones, too, and negative ones, which no quantizer writes; NaN stays NaN."""
+    stored = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(256, device=DEVICE)
+    scales_kernel[(1,)](stored.view(torch.int8), out)
+    want = stored.cpu().view(torch.float8_e4m3fn).float()
+    assert torch.equal(out.cpu().isnan(), want.isnan()) and int(want.isnan().sum()) == 2
+    assert_same_bits(out.cpu()[~want.isnan()], want[~want.isnan()])
+
+
 # ---------------------------------------------------------------- products
 
 
@@ -197,6 +208,18 @@ def test_whole_numbers_are_multiplied_without_an_error_of_their_own(seed):
     for dtype in TYPES:
         out = matmul(x.to(dtype), weight)
         assert torch.equal(out, truth.to(dtype)), dtype
+
+
+def test_a_product_of_nvfp4_rounds_nothing_before_the_sum(seed):
+    """A code times the scale of its block is exact in 16 bits. So with x of small whole numbers,
+    and a scale of the matrix that is a power of two, every sum is exact.
+    """
+    weight = matrix("nvfp4", 24, 128, seed)
+    weight = replace(weight, tensor_scale=torch.full_like(weight.tensor_scale, 2.0**-6))
+    x = draw("normal", (4, 128), seed=seed, device=DEVICE).mul(3).round()
+    truth = x.double() @ weight.dequantize().double().T
+    for dtype in TYPES:
+        assert torch.equal(matmul(x.to(dtype), weight), truth.to(dtype)), dtype
 
 
 def test_nothing_is_written_beside_the_results(seed):

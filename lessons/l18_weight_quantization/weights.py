@@ -146,6 +146,7 @@ NESTED_BLOCK = 256  # absmax that share one nested absmax
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_E2M1, *(-value for value in _E2M1))
 MXFP4_BLOCK = 32  # values that share one exponent
+NVFP4_BLOCK = 16  # values that share one E4M3 scale
 E8M0_BIAS = 127  # the stored exponent e means 2^(e − 127)
 
 
@@ -210,6 +211,20 @@ class Nf4Weight(QuantizedWeight):
         return (values * self.block_absmax()[:, None]).view(self.shape)
 
 
+def neighbours_packed(codes: Tensor) -> Tensor:
+    """codes: [N, K] uint8 of 4 bits -> [N, K / 2] uint8; the first of two neighbours is the low
+    half of its byte.
+    """
+    first, second = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return first | second << 4
+
+
+def e2m1_numbers(packed: Tensor) -> Tensor:
+    """packed: [N, K / 2] uint8, as `neighbours_packed` leaves it -> [N, K] float32."""
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+    return table_on(E2M1_VALUES, codes.device)[codes.int()]
+
+
 @dataclass(frozen=True)
 class Mxfp4Weight(QuantizedWeight):
     """MXFP4, as gpt-oss stores it: numbers of 4 bits (E2M1), and one power of two for 32 of them.
@@ -229,10 +244,36 @@ class Mxfp4Weight(QuantizedWeight):
         return self.codes.shape[0], self.codes.shape[1] * 2
 
     def dequantize(self) -> Tensor:
-        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1)
-        codes = codes.view(len(self.codes), -1, MXFP4_BLOCK)
-        values = table_on(E2M1_VALUES, codes.device)[codes.int()]
+        values = e2m1_numbers(self.codes).unflatten(1, (-1, MXFP4_BLOCK))
         exponents = self.exponents.int()
         scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - E8M0_BIAS)
         scales = scales.masked_fill(exponents == 255, float("nan"))
         return (values * scales[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Nvfp4Weight(QuantizedWeight):
+    """NVFP4, which Blackwell's tensor cores multiply: E2M1 numbers, an E4M3 scale for 16 of them,
+    and one float32 scale for the matrix, so that the small scales need not be small numbers.
+
+        w[n, k] = E2M1_VALUES[code[n, k]] · scales[n, k // 16] · tensor_scale
+
+    codes: [N, K / 2] uint8; the first of two neighbours is the low half of its byte. scales:
+    [N, K / 16] torch.float8_e4m3fn. tensor_scale: [1] float32; ModelOpt stores this number
+    (weight_scale_2), compressed-tensors one divided by it (weight_global_scale).
+    Source: NVIDIA 2025, Pretraining Large Language Models with NVFP4, section 2 and appendix A.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+    def dequantize(self) -> Tensor:
+        values = e2m1_numbers(self.codes).unflatten(1, (-1, NVFP4_BLOCK))
+        # exact, because a code has 2 significant bits and a block's scale 4
+        values = values * self.scales.float()[..., None]
+        return values.flatten(1) * self.tensor_scale

@@ -18,9 +18,9 @@ computed anew, codes only move. Its `marker` tells a quantized layer from one th
     bitsandbytes, int8   int8, [N, K]                           none
     bitsandbytes, nf4    uint8, two a byte, [N · K / 2, 1]      none
 
-float_layouts.py holds the last three, and MXFP4. Sources: AutoGPTQ, qlinear_cuda_old.py, pack and
-forward; AutoAWQ, modules/linear/gemm.py, from_linear; compressed-tensors,
-pack_quantized/helpers.py.
+float_layouts.py holds the last three, and MXFP4; nvfp4_layouts.py NVFP4. Sources: AutoGPTQ,
+qlinear_cuda_old.py, pack and forward; AutoAWQ, modules/linear/gemm.py, from_linear;
+compressed-tensors, pack_quantized/helpers.py.
 """
 
 from collections.abc import Callable

@@ -10,9 +10,10 @@ activations, and the engine runs such layers by its product.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lessons.l18_weight_quantization.weights import TILE
+from lessons.l18_weight_quantization.weights import NVFP4_BLOCK, TILE
 from lessons.toolbox.model.arguments import refuse, shown
 from reference.checkpoints.float_layouts import (
     bnb_int8,
@@ -21,6 +22,7 @@ from reference.checkpoints.float_layouts import (
     int_quantized,
 )
 from reference.checkpoints.layouts import Layout, awq, gptq, pack_quantized
+from reference.checkpoints.nvfp4_layouts import CACHE_SCALES, modelopt_nvfp4, nvfp4_pack_quantized
 
 # The same in every method: who wrote it, which layers stay as they are (the tensors tell, too).
 HARMLESS = """quant_method modules_to_not_convert ignored_layers llm_int8_skip_modules ignore
@@ -135,7 +137,14 @@ def layout_of(weights: dict[str, Any], form: str) -> Layout:
     """One scheme of compressed-tensors, its matrices as `form` stores them. Raises ValueError."""
     check_keys(weights, WEIGHTS, "weights")
     forms = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    forms += ("nvfp4-pack-quantized",)
     form = pick({"format": form}, "format", forms)
+    if form == "nvfp4-pack-quantized":
+        pick(weights, "type", ("float",))
+        pick(weights, "num_bits", (4,))
+        pick(weights, "group_size", (NVFP4_BLOCK,))
+        pick(weights, "strategy", ("tensor_group", "group"), "tensor_group")
+        return nvfp4_pack_quantized()
     kind = pick(weights, "type", ("int", "float"), "int")
     packs = form == "pack-quantized"
     bits = pick(weights, "num_bits", (4, 8) if packs else (8,), 8)
@@ -162,6 +171,19 @@ def fp8_layouts(config: dict[str, Any]) -> list[Layout]:
     if list(size) != [TILE, TILE] if isinstance(size, (list, tuple)) else True:
         refuse("quantization_config.weight_block_size", size, f"[{TILE}, {TILE}], or null")
     return [float_quantized("weight_scale_inv", tile=True)]
+
+
+def modelopt_layouts(config: dict[str, Any]) -> list[Layout]:
+    """NVIDIA ModelOpt: FP8 with a scale for the matrix or for each row, and NVFP4. The cache keeps
+    the model's type, whatever kv_cache_quant_algo says. Raises ValueError for other algorithms.
+    """
+    algorithms = ("fp8", "fp8_per_channel_per_token", "nvfp4", "w4a16_nvfp4")
+    algorithm = pick(config, "quant_algo", algorithms)
+    if "nvfp4" in algorithm:
+        pick(config, "group_size", (NVFP4_BLOCK,), NVFP4_BLOCK)
+        return [modelopt_nvfp4()]
+    layout = float_quantized()
+    return [replace(layout, unread=(*layout.unread, *CACHE_SCALES))]
 
 
 def bnb_layouts(config: dict[str, Any]) -> list[Layout]:
@@ -216,6 +238,11 @@ METHODS = {
         "weight_block_size",
         "activation_scheme dequantize scale_fmt",
         fixed=dict(fmt=("e4m3", None), modules_to_convert=(None, []), kv_cache_scheme=(None,)),
+    ),
+    "modelopt": Method(
+        modelopt_layouts,
+        "quant_algo group_size",
+        "producer exclude_modules config_groups kv_cache_quant_algo kv_cache_scheme",
     ),
     "fbgemm_fp8": Method(lambda config: [float_quantized()], "", "activation_scale_ub"),
     "bitsandbytes": Method(

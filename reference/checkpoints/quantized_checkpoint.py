@@ -26,6 +26,7 @@ from lessons.l18_weight_quantization.naive import dequantize_matmul
 from lessons.l18_weight_quantization.weights import (
     Float8Weight,
     GroupedInt,
+    Nvfp4Weight,
     QuantizedWeight,
 )
 from lessons.toolbox.model.checkpoint import (
@@ -66,7 +67,8 @@ def load_quantized(
     multiply: Multiply = dequantize_matmul,
 ) -> Decoder:
     """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AWQ, compressed-tensors
-    (FP8, INT8, INT4), fine-grained FP8, bitsandbytes (NF4, LLM.int8), gpt-oss in MXFP4.
+    (FP8, INT8, INT4, NVFP4), ModelOpt (FP8, NVFP4), fine-grained FP8, bitsandbytes (NF4,
+    LLM.int8), gpt-oss in MXFP4.
 
     dtype: of what is not quantized. multiply: the product of a quantized layer. Raises
     CheckpointError, in one line, for what cannot be read.
@@ -215,6 +217,8 @@ def rows_of(weight: QuantizedWeight, place: Place, name: str, model: Decoder) ->
     if isinstance(weight, Float8Weight) and not is_tiled(weight):
         scales = weight.scales if len(weight.scales) == 1 else weight.scales[wanted]
         return Float8Weight(weight.values[wanted], scales)
+    if isinstance(weight, Nvfp4Weight):
+        return replace(weight, codes=weight.codes[wanted], scales=weight.scales[wanted])
     raise ValueError(
         f"{type(weight).__name__}: got a matrix that holds several of the decoder's; accepted: "
         "formats with a scale for rows or their groups"

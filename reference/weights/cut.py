@@ -1,8 +1,8 @@
 """Some rows and columns of a quantized matrix, and the part of a quantized model that a rank holds.
 
 Codes only move, so a rank's numbers are those of the whole matrix. What the format has in common
-for several numbers has to be whole in each part: a tile of FP8, 32 numbers of MXFP4, a block of
-GGUF. Groups of whole numbers may be cut, because both halves keep the scale.
+for several numbers has to be whole in each part: a tile of FP8, 32 numbers of MXFP4, 16 of
+NVFP4, a block of GGUF. Groups of whole numbers may be cut, because both halves keep the scale.
 """
 
 from dataclasses import replace
@@ -17,10 +17,12 @@ from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS, GgufWeight
 from lessons.l18_weight_quantization.linear import QuantizedLinear
 from lessons.l18_weight_quantization.weights import (
     MXFP4_BLOCK,
+    NVFP4_BLOCK,
     TILE,
     Float8Weight,
     GroupedInt,
     Mxfp4Weight,
+    Nvfp4Weight,
     QuantizedWeight,
     pack,
     unpack,
@@ -93,6 +95,14 @@ def cut_mxfp4(weight: Mxfp4Weight, rows: slice, columns: slice) -> Mxfp4Weight:
     return Mxfp4Weight(codes.contiguous(), exponents.contiguous())
 
 
+def cut_nvfp4(weight: Nvfp4Weight, rows: slice, columns: slice) -> Nvfp4Weight:
+    """Whole blocks of 16; the scale of the matrix is that of each part."""
+    blocks = in_blocks(columns, NVFP4_BLOCK, "NVFP4")
+    bytes_of = slice(columns.start // 2, columns.stop // 2)
+    codes, scales = weight.codes[rows, bytes_of], weight.scales[rows, blocks]
+    return replace(weight, codes=codes.contiguous(), scales=scales.contiguous())
+
+
 def cut_gguf(weight: GgufWeight, rows: slice, columns: slice) -> GgufWeight:
     """Whole blocks of the file."""
     kind = FORMATS[weight.format]
@@ -105,6 +115,7 @@ CUTS = {
     GroupedInt: cut_grouped,
     Float8Weight: cut_float8,
     Mxfp4Weight: cut_mxfp4,
+    Nvfp4Weight: cut_nvfp4,
     GgufWeight: cut_gguf,
 }
 

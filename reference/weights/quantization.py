@@ -23,6 +23,7 @@ from lessons.l18_weight_quantization.linear import Multiply, quantized
 from lessons.l18_weight_quantization.methods.awq import awq
 from lessons.l18_weight_quantization.methods.calibration import WINDOW, WINDOWS, calibration_windows
 from lessons.l18_weight_quantization.methods.gptq import gptq
+from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
     round_to_nearest,
@@ -36,11 +37,11 @@ from reference.checkpoints.quantization_config import METHODS as STORED_METHODS
 from reference.checkpoints.quantized_checkpoint import KEPT_DENSE
 
 GROUP_SIZE = 128
-ROUNDED = ("int8", "int4", "fp8", "nf4", "mxfp4")  # look at the weights alone
+ROUNDED = ("int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4")  # look at the weights alone
 CALIBRATED = ("gptq", "awq")  # look at what the layers receive, too
 METHODS = (*ROUNDED, *CALIBRATED)
 # vLLM's names for the same: its kernel says nothing of the numbers
-ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}
+ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt"}
 # what vLLM's "bitsandbytes" makes of a model that is not quantized
 IN_FLIGHT = {"bitsandbytes": "nf4"}
 STORED = (*STORED_METHODS, "gguf")  # what a checkpoint says of itself
@@ -118,7 +119,7 @@ def rounded(method: str, settings: Settings, group: int | None, linear: nn.Linea
         return to_float8(weight, per=settings.fp8_per)
     if method == "nf4":
         return to_nf4(weight, settings.double_quantization)
-    return to_mxfp4(weight)
+    return to_mxfp4(weight) if method == "mxfp4" else to_nvfp4(weight)
 
 
 def named(name: str, rounding: Callable, linear: nn.Linear) -> QuantizedWeight:

@@ -15,6 +15,7 @@ METHODS = """methods:
   int8   round to nearest, 8 bits, a scale for each row
   int4   round to nearest, 4 bits, a scale and a zero point for each group
   fp8    E4M3, a scale for each row, or for each tile of 128 x 128 with --format fp8
+  nvfp4  4-bit floats, an E4M3 scale for 16 of them and one scale for the matrix
   nf4    16 values that suit normally distributed weights, as QLoRA uses them
   awq    int4 after scaling the columns that meet large inputs (needs a text: a built-in one)
   gptq   int4 whose later columns make up for the error of earlier ones (the same text)
@@ -25,6 +26,7 @@ formats: who reads them
   awq                 AutoAWQ, vLLM, SGLang                   of awq, int4, gptq without --act-order
   compressed-tensors  transformers, vLLM, SGLang              of all but nf4 and --act-order
   fp8                 transformers, vLLM (DeepSeek-V3's form) of fp8
+  modelopt            vLLM, SGLang, TensorRT-LLM              of nvfp4, fp8
   bitsandbytes        transformers, vLLM                      of nf4
   (a .gguf file)      llama.cpp, Ollama, transformers         of q2_k ... q8_0, f16, bf16, f32
 
@@ -33,7 +35,7 @@ every file that is written here: LLM("build/tiny-fp8"). To quantize a model only
 is LLM("models/tiny", quantization="int4").
 
 """
-SAFETENSORS = ("int8", "int4", "fp8", "nf4", "awq", "gptq")
+SAFETENSORS = ("int8", "int4", "fp8", "nvfp4", "nf4", "awq", "gptq")
 GGUF = ("q2_k", "q3_k_s", "q3_k_m", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s")
 GGUF += ("q5_k_m", "q6_k", "q8_0", "f16", "bf16", "f32")
 # method -> the format that is usual for it
@@ -42,8 +44,9 @@ FORMAT = {"gptq": "gptq", "awq": "awq", "nf4": "bitsandbytes"}
 FORMATS = {
     "gptq": ("gptq", "int4", "int8"),
     "awq": ("awq", "int4", "gptq"),
-    "compressed-tensors": ("int8", "int4", "fp8", "awq", "gptq"),
+    "compressed-tensors": ("int8", "int4", "fp8", "nvfp4", "awq", "gptq"),
     "fp8": ("fp8",),
+    "modelopt": ("nvfp4", "fp8"),
     "bitsandbytes": ("nf4",),
 }
 # option -> the methods that have it

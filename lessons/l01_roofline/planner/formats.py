@@ -12,6 +12,7 @@ LAYERS_ONLY = {
     "int8": 8.0,  # and a scale a row, which is too little to count
     "fp8": 8.0,
     "mxfp4": 4 + 8 / 32,  # an exponent for 32 numbers
+    "nvfp4": 4 + 8 / 16,  # an E4M3 scale for 16 numbers
     "int4": 4 + (16 + 8) / 128,  # a scale and a zero point for 128 numbers
     "awq": 4 + (16 + 8) / 128,
     "gptq": 4 + (16 + 8) / 128,

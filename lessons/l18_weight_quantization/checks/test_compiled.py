@@ -9,7 +9,7 @@ HOPPER, BLACKWELL = 90, 100
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("format_name", ["int4", "int8", "e4m3", "e5m2", "nf4", "mxfp4"])
+@pytest.mark.parametrize("format_name", ["int4", "int8", "e4m3", "e5m2", "nf4", "mxfp4", "nvfp4"])
 def test_every_configuration_compiles(format_name):
     """Nothing is spilled, and no integer is converted: codes become numbers by bit operations.
     float32 and a T4 have no matrix instruction.

@@ -6,6 +6,7 @@ import torch
 from lessons.l18_weight_quantization import naive, weights
 from lessons.l18_weight_quantization.kernels.operands import operand_of
 from lessons.l18_weight_quantization.lab.cases import numbers
+from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.weights import (
     DYNAMIC_VALUES,
     E2M1_VALUES,
@@ -75,6 +76,7 @@ BITS = {
     # 4 + 8 / 64 + 32 / (64 · 256), and one offset of 32 bits for the matrix
     "NF4, double": (naive.to_nf4, 4.126953125 + 32 / (512 * 1024)),
     "MXFP4": (naive.to_mxfp4, 4.25),
+    "NVFP4": (to_nvfp4, 4.5 + 32 / (512 * 1024)),
 }
 
 
@@ -165,8 +167,8 @@ def test_scales_of_one_row_and_of_tiles_are_told_apart():
 
 @pytest.mark.parametrize(
     "quantize",
-    [naive.to_nf4, lambda w: naive.to_nf4(w, double_quantization=False), naive.to_mxfp4],
-    ids=["nf4_double", "nf4", "mxfp4"],
+    [naive.to_nf4, lambda w: naive.to_nf4(w, double_quantization=False), naive.to_mxfp4, to_nvfp4],
+    ids=["nf4_double", "nf4", "mxfp4", "nvfp4"],
 )
 def test_a_code_book_is_copied_to_a_device_once(quantize, monkeypatch):
     """A product that copies from the CPU cannot be captured in a CUDA graph."""

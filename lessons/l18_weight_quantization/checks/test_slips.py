@@ -12,7 +12,7 @@ from lessons.toolbox.proof.numerics import NotEquivalent, draw, prove
 from lessons.toolbox.proof.planted import with_bug
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="a wrong kernel may end the process")
-ZEROS, SHORT, MXFP4 = "int4, zeros", "int4, groups of 32", "mxfp4"
+ZEROS, SHORT, MXFP4, NVFP4 = "int4, zeros", "int4, groups of 32", "mxfp4", "nvfp4"
 
 # name: (format, the right line, the wrong one)
 KERNEL_BUGS = {
@@ -29,6 +29,9 @@ KERNEL_BUGS = {
     "the bias of another output": (ZEROS, "value % num_outputs", "value // num_outputs"),
     "no scale for short groups": (SHORT, "number *= weight_scale", "number *= 1"),
     "E8M0 counts from 126": (MXFP4, "exponent << 23)", "(exponent + 1) << 23)"),
+    "E4M3 counts from another bias": (NVFP4, "tl.float32) * 256.0", "tl.float32) * 128.0"),
+    "a mantissa bit of the scale lost": (NVFP4, "(bits & 0x7F) << 7", "(bits & 0x7E) << 7"),
+    "no scale of the matrix": (NVFP4, "acc *= tl.load(tensor_scale_ptr)", "acc *= 1"),
 }
 HOOK_BUGS = {
     "codes counted from 7": (ZEROS, "tl.bfloat16) - 136.0", "tl.bfloat16) - 135.0"),
@@ -55,7 +58,7 @@ def the_check(name: str, seed: int) -> None:
 def test_a_changed_line_is_rejected(bug, seed, tmp_path, monkeypatch):
     """And without a bug the same check passes, for each format."""
     if bug is None:
-        for name in (ZEROS, SHORT, MXFP4):
+        for name in (ZEROS, SHORT, MXFP4, NVFP4):
             the_check(name, seed)
         return
     if bug in KERNEL_BUGS:

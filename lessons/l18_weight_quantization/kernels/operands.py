@@ -10,11 +10,13 @@ from lessons.l18_weight_quantization.weights import (
     MXFP4_BLOCK,
     NF4_BLOCK,
     NF4_VALUES,
+    NVFP4_BLOCK,
     TILE,
     Float8Weight,
     GroupedInt,
     Mxfp4Weight,
     Nf4Weight,
+    Nvfp4Weight,
     QuantizedWeight,
     table_on,
 )
@@ -40,6 +42,7 @@ class Operand(NamedTuple):
     middle: int = 0  # the zero point that the hook subtracts
     scale_rows: int = 1
     table: Tensor | None = None  # float32
+    tensor_scale: Tensor | None = None  # [1] float32, for the whole matrix
     arrange: object = None
 
 
@@ -113,6 +116,20 @@ def of_mxfp4(weight: Mxfp4Weight) -> Operand:
     )
 
 
+def of_nvfp4(weight: Nvfp4Weight) -> Operand:
+    """[N, K] in NVFP4: MXFP4's bytes. A code times its block's scale has at most 6 significant
+    bits, so it is exact in 16 bits, and the scale of the matrix waits for the float32 sum.
+    """
+    return Operand(
+        codes=weight.codes,
+        scales=weight.scales.view(torch.int8),
+        group_bytes=NVFP4_BLOCK // 2,
+        hook=unpack.e2m1,
+        tensor_scale=weight.tensor_scale,
+        arrange=lambda x: neighbours_apart(x, NVFP4_BLOCK).flatten(1),
+    )
+
+
 def neighbours_apart(x: Tensor, group_size: int) -> Tensor:
     """Columns 0, 2, 4 … of each group, then 1, 3, 5 …. x: [M, K] -> [M, groups, 2, group_size /
     2].
@@ -125,6 +142,7 @@ OPERANDS = {
     Float8Weight: of_float8,
     Nf4Weight: of_nf4,
     Mxfp4Weight: of_mxfp4,
+    Nvfp4Weight: of_nvfp4,
 }
 
 # ---------------------------------------------------------------- steps

@@ -27,13 +27,20 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 @triton.jit
 def scale_of(stored):
-    """A stored scale as float32. uint8 is MXFP4's E8M0: e means 2^(e − 127), and 255 means NaN."""
+    """A stored scale as float32. uint8 is MXFP4's E8M0: e means 2^(e − 127), and 255 means NaN.
+    int8 are the bits of NVFP4's E4M3, which an A100 cannot convert.
+    """
     if stored.dtype == tl.uint8:
         exponent = stored.to(tl.uint32)
         bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # 2^−127 is subnormal
         return (
             tl.where(exponent == 255, 0x7FC00000, bits).to(tl.uint32).to(tl.float32, bitcast=True)
         )
+    elif stored.dtype == tl.int8:
+        bits = stored.to(tl.uint8, bitcast=True).to(tl.uint16)
+        half = (bits & 0x80) << 8 | (bits & 0x7F) << 7  # as float16, which is 2^8 too small
+        half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.uint16)  # NaN
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
         return stored.to(tl.float32)
 
@@ -72,6 +79,7 @@ def quantized_matmul_kernel(
     scales_ptr,
     zeros_ptr,
     table_ptr,
+    tensor_scale_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -100,7 +108,8 @@ def quantized_matmul_kernel(
     N].
 
     words: [N, row_bytes / 4] uint32, CODES codes a byte, neighbours GROUP_BYTES apart (GroupedInt).
-    scales, zeros: [N / SCALE_ROWS, groups]; zeros may be None. MIDDLE: the zero point that UNPACK
+    scales, zeros: [N / SCALE_ROWS, groups]; zeros may be None, and so may tensor_scale, one number
+    for the whole matrix. MIDDLE: the zero point that UNPACK
     has subtracted. ONE_GROUP: a step of BLOCK_BYTES lies in one group. WHOLE_STEPS: row_bytes is a
     multiple of BLOCK_BYTES.
     """
@@ -161,6 +170,8 @@ def quantized_matmul_kernel(
             acc += part
 
     n, is_n = tl.trans(n), tl.trans(is_n)
+    if tensor_scale_ptr is not None:
+        acc *= tl.load(tensor_scale_ptr)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)
     offset = (split.to(tl.int64) * num_rows + m) * num_outputs + n

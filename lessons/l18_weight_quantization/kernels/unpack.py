@@ -107,7 +107,7 @@ def e5m2(word, PLACE: tl.constexpr, dtype: tl.constexpr, table_ptr):
 
 @triton.jit
 def e2m1(word, PLACE: tl.constexpr, dtype: tl.constexpr, table_ptr):
-    """The 4-bit float of MXFP4."""
+    """The 4-bit float of MXFP4 and NVFP4."""
     return minifloat(word, PLACE, dtype, 4, 2)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l18_weight_quantization.gguf.gguf_encode import to_gguf
+from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.naive import (
     per_tensor,
     round_to_nearest,
@@ -49,6 +50,7 @@ def formats_of(weight: Tensor) -> list[Row]:
         "Q6_K": to_gguf(weight, "Q6_K"),
         "INT4, groups of 32": round_to_nearest(weight, 4, 32),
         "Q4_K": to_gguf(weight, "Q4_K"),
+        "NVFP4": to_nvfp4(weight),
         "MXFP4": to_mxfp4(weight),
         "INT4, groups of 128": round_to_nearest(weight, 4, 128),
         "NF4, double quantization": to_nf4(weight),

@@ -33,6 +33,7 @@ from lessons.l18_weight_quantization.linear import QuantizedLinear, dequantized,
 from lessons.l18_weight_quantization.methods.awq import awq
 from lessons.l18_weight_quantization.methods.calibration import MODULES, WINDOW, calibration_windows
 from lessons.l18_weight_quantization.methods.gptq import gptq
+from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
     per_tensor,
@@ -110,6 +111,7 @@ METHODS = (
     rounded("nf4", "NF4", partial(to_nf4, double_quantization=False)),
     rounded("nf4-double", "NF4, double", to_nf4),
     rounded("mxfp4", "MXFP4", to_mxfp4),
+    rounded("nvfp4", "NVFP4", to_nvfp4),
     *map(gguf, ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q2_K")),
     calibrated("awq-int4-row", "AWQ", "INT4, row", awq, group_size=None),
     calibrated("awq-int4-g128", "AWQ", "INT4 g128", awq),

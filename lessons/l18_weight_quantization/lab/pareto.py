@@ -31,7 +31,8 @@ MARKED = "GPTQ"
 POINTS = {
     "int4-tensor": ("INT4, one scale for a matrix", (10, 0)),
     "nf4-double": ("NF4, double", (-9, -13)),
-    "mxfp4": ("MXFP4", (6, 11)),
+    "mxfp4": ("MXFP4", (14, 22)),
+    "nvfp4": ("NVFP4", (10, 0)),
     "nf4": ("NF4", (10, 0)),
     "fp8-e5m2": ("E5M2", (9, 0)),
     "fp8-tensor": ("E4M3, tensor", (9, 11.5)),

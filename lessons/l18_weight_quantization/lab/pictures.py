@@ -41,7 +41,7 @@ PATCH = (10, 96)  # rows and columns of the matrix that are drawn
 MAGNIFIED, GAP = 4, 3
 DRAWN = ("BF16", "FP8", "INT4")
 FORMATS_ALT = (
-    "A piece of one weight matrix in twelve formats, with what rounding changed, the bits of a "
+    "A piece of one weight matrix in thirteen formats, with what rounding changed, the bits of a "
     "weight and the error: one scale for the whole matrix is wrong by half at 4 bits."
 )
 GRIDS_ALT = (

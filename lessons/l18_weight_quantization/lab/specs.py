@@ -21,6 +21,7 @@ from lessons.l18_weight_quantization.weights import (
     GroupedInt,
     Mxfp4Weight,
     Nf4Weight,
+    Nvfp4Weight,
     QuantizedWeight,
 )
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
@@ -29,7 +30,7 @@ ROOM = "lessons.l18_weight_quantization"
 WITH_MATRIX_UNITS = (80, 89, 90, 100)
 N, K = 4096, 4096  # the output projection of Llama-3-8B
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-TYPES |= {torch.uint8: "*u8"}
+TYPES |= {torch.uint8: "*u8", torch.int8: "*i8"}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -58,6 +59,11 @@ FORMATS: dict[str, QuantizedWeight] = {
     "e5m2_row": float8(torch.float8_e5m2, N, 1),
     "nf4": Nf4Weight(empty(N * K // 2), empty(N * K // 64, dtype=torch.float32), (N, K)),
     "mxfp4": Mxfp4Weight(empty(N, K // 2), empty(N, K // 32)),
+    "nvfp4": Nvfp4Weight(
+        empty(N, K // 2),
+        empty(N, K // 16, dtype=torch.float8_e4m3fn),
+        empty(1, dtype=torch.float32),
+    ),
 }
 
 
@@ -90,6 +96,10 @@ def matmul_spec(
         fixed["table_ptr"] = None
     else:
         signature["table_ptr"] = f"*{dtype}"
+    if operand.tensor_scale is None:
+        fixed["tensor_scale_ptr"] = None
+    else:
+        signature["tensor_scale_ptr"] = "*fp32"
     counts = ("num_rows", "num_outputs", "row_bytes", "steps_a_split")
     signature |= dict.fromkeys((*counts, *strides), "i32")
     return KernelSpec(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.naive import (
     dequantize_matmul,
     round_to_nearest,
@@ -22,6 +23,7 @@ from lessons.l18_weight_quantization.weights import (
     GroupedInt,
     Mxfp4Weight,
     Nf4Weight,
+    Nvfp4Weight,
     QuantizedWeight,
 )
 from lessons.toolbox.measure.device import default_device
@@ -52,6 +54,7 @@ FORMATS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "nf4": lambda w: to_nf4(w, double_quantization=False),
     "nf4, double": to_nf4,
     "mxfp4": to_mxfp4,
+    "nvfp4": to_nvfp4,
 }
 
 
@@ -76,6 +79,7 @@ def numbers(weight: QuantizedWeight) -> Tensor:
     rows, columns = weight.shape
     found = torch.empty(rows, columns, dtype=torch.float64)
     read = {GroupedInt: whole, Float8Weight: float8, Nf4Weight: nf4, Mxfp4Weight: mxfp4}
+    read[Nvfp4Weight] = nvfp4
     for n in range(rows):
         for column, value in enumerate(read[type(weight)](weight.to("cpu"), n)):
             found[n, column if getattr(weight, "order", None) is None else weight.order[column]] = (
@@ -124,6 +128,15 @@ def mxfp4(weight: Mxfp4Weight, n: int) -> list[float]:
     codes, exponents = weight.codes[n].tolist(), weight.exponents[n].tolist()
     return [
         E2M1_VALUES[codes[k // 2] >> (4 if k % 2 else 0) & 15] * 2.0 ** (exponents[k // 32] - 127)
+        for k in range(weight.shape[1])
+    ]
+
+
+def nvfp4(weight: Nvfp4Weight, n: int) -> list[float]:
+    codes, scales = weight.codes[n].tolist(), weight.scales[n].double().tolist()
+    whole = weight.tensor_scale.double().item()
+    return [
+        E2M1_VALUES[codes[k // 2] >> (4 if k % 2 else 0) & 15] * scales[k // 16] * whole
         for k in range(weight.shape[1])
     ]
 

@@ -17,8 +17,9 @@ from lessons.l19_kv_quantization.activations.w8a8 import to_eight_bits
 from lessons.l19_kv_quantization.formats import FORMATS, row_bytes
 from lessons.l19_kv_quantization.kivi.kivi import KiviCache
 from lessons.l19_kv_quantization.lab import pictures, ways_out
+from lessons.l19_kv_quantization.lab.savings import plan_for
 from lessons.l19_kv_quantization.lab.testing import attention_over
-from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, five_ways, way
+from lessons.l19_kv_quantization.lab.ways_out import bits_per_value, seven_ways, way
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.measure.records import read_json
@@ -101,7 +102,7 @@ def test_the_readme_quotes_the_smoothed_layer():
 def test_the_readme_quotes_the_ways_out():
     """The table of step 11, row by row, and the sentences below it and in GUIDES.md."""
     plan = make_plan(find_model("llama-3-70b"), CHIPS["h200"], 1, 8192, 2)
-    ways = five_ways(plan, 2048)
+    ways = seven_ways(plan, 2048)
     first = ways[0]
     for found in ways:
         more, faster = (
@@ -112,7 +113,7 @@ def test_the_readme_quotes_the_ways_out():
         row += f"{found.tokens_per_s:.0f} | {faster:.2f}x |"
         assert row in README, row
     plan = make_plan(find_model("llama-2-70b"), CHIPS["h100"], 1, 4096, 2)
-    few, eight, _, cache, *_ = (found.sequences for found in five_ways(plan, 0))
+    few, eight, _, cache, *_ = (found.sequences for found in seven_ways(plan, 0))
     assert (
         f"fits {few} sequences. An FP8 cache makes them {cache}, and 8-bit weights {eight}"
         in README
@@ -191,7 +192,15 @@ def test_the_readme_quotes_the_bytes():
     assert "{:.2f} GB become {:.2f} GB, or {:.2f} GB".format(*sizes) in README
     kappa = small.kv_values_per_token * 2
     assert f"κ = {kappa:,} bytes" in README
-    assert f"from B · N = {small.params * 2 // kappa:,} tokens on" in README
+    # As the planner counts: of the input embedding a step reads a few rows.
+    read = (small.params - small.embedding_params) * 2
+    assert f"P · b = {read / 1e9:.1f} GB" in README
+    assert f"from B · N = {read // kappa:,} tokens on" in README
+    cache = 8192 * kappa
+    step = plan_for("llama-3-8b", 1, 8192, "bf16").decode.bytes_moved
+    assert step == pytest.approx(read + cache, rel=1e-5)
+    quiz = f"{read / 1e9:.1f} GB of weights and {cache / 1e9:.2f} GB of cache. "
+    assert quiz + f"0.53 GB of {(read + cache) / 1e9:.1f} are saved" in README
     alone, many = pictures.gain("llama-3-8b", 1, 8192), pictures.gain("llama-3-8b", 32, 4096)
     assert f"gains {alone:.2f} times, 32 sequences of 4096 tokens gain {many:.2f} times" in README
     assert f"gains {alone:.2f}× with one sequence of 8192 tokens, {many:.2f}× with 32" in GUIDES

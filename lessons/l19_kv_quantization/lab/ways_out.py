@@ -1,4 +1,4 @@
-"""Five ways out of memory, for one deployment: what each leaves room for, and what it makes of the
+"""Seven ways out of memory, for one deployment: what each leaves room for, and what it makes of the
 tokens a second. Lesson 1's planner with one thing changed at a time; nothing is measured.
 
     python -m lessons.l19_kv_quantization.lab.ways_out --model llama-3-70b --gpu h200 --gpus 2
@@ -61,7 +61,7 @@ def way(name: str, plan: Plan, shared: int = 0) -> Way:
     return Way(name, sequences, step.seconds)
 
 
-def five_ways(plan: Plan, shared: int) -> list[Way]:
+def seven_ways(plan: Plan, shared: int) -> list[Way]:
     """The plan as it is, then each way alone, in the order of the list in the README."""
     ways = [way("as it is", plan)]
     for name, format in WEIGHTS.items():
@@ -81,7 +81,7 @@ def table_of(plan: Plan, shared: int) -> Table:
     title = f"{plan.model.name}, {plan.gpus} x {plan.chip.name}, contexts of {plan.context} tokens"
     names = Column("way out", no_wrap=True)
     table = Table(names, "fit", "", "step", "tokens/s", "", title=title, title_justify="left")
-    ways = five_ways(plan, shared)
+    ways = seven_ways(plan, shared)
     before = ways[0]
     for found in ways:
         more = found.sequences / before.sequences if before.sequences else 0.0

@@ -103,6 +103,10 @@ def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     """
     file = folder / "config.json"
     raw = read_json(file)
+    modelopt = folder / "hf_quant_config.json"  # older files say it here alone
+    if raw.get("quantization_config") is None and modelopt.exists():
+        said = read_json(modelopt).get("quantization") or {}
+        raw["quantization_config"] = {"quant_method": "modelopt"} | said
     if part is not None:
         raw = raw[part]
     eos_token_ids = dict.fromkeys(_eos_token_ids(file, raw))
@@ -124,7 +128,7 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
             f"'model_type' {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    raw = _with_one_name(raw, family.also_called or {})
+    raw = family.reworded(_with_one_name(raw, family.also_called or {}))
     needed = f"{NEEDED} {family.eps} {family.needs}".split()
     for key in needed:
         if key not in raw:
