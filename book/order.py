@@ -18,6 +18,7 @@ KOREAN_TITLES = {
     "ko/lessons/GLOSSARY.md": "용어집",
     "ko/lessons/NOTATION.md": "표기법",
     "ko/lessons/PROFILING.md": "프로파일 읽기",
+    "ko/lessons/CHOOSING.md": "엔진 고르기",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {
