@@ -1,7 +1,7 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=18
-# Generated from solutions/l18_weight_quantization.py, checksum 8171cc37b9c8. Generating again never overwrites your edits.
+# Generated from solutions/l18_weight_quantization.py, checksum ed85a3bf3594. Generating again never overwrites your edits.
 # ruff: noqa
-"""Exercises of lesson 18: three grids for one matrix, two codes in a byte, GPTQ's error feedback,
+"""Exercises of lesson 18: four grids for one matrix, two codes in a byte, GPTQ's error feedback,
 and a kernel that unpacks weights in registers.
 """
 
@@ -18,13 +18,16 @@ NF4 = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# The 15 numbers of E2M1, the 4-bit float of MXFP4 and NVFP4: 0 has two codes.
+E2M1 = (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
-@exercise("18.1", "By hand: one matrix on three grids", minutes=30, difficulty=1)
+@exercise("18.1", "By hand: one matrix on four grids", minutes=35, difficulty=1)
 def round_to_formats(
     weight: Tensor, group_size: int, e4m3_scale: float
 ) -> dict[str, tuple[Tensor, float]]:
-    """What a matrix becomes in three formats: {"int4", "e4m3", "nf4": (values, bits_per_weight)}.
+    """What a matrix becomes in four formats: {"int4", "e4m3", "nf4", "nvfp4": (values,
+    bits_per_weight)}.
 
     weight: [N, K] float64; values: the same shape and dtype, what the stored codes mean.
     bits_per_weight: all that is stored, scales too, divided by the numbers of the matrix. Groups
@@ -40,14 +43,20 @@ def round_to_formats(
         counts as 0 bits.
     nf4: per group, scale = the largest |w|, the nearest number of the table NF4 above to w / scale,
         times scale. A scale takes 32 bits.
+    nvfp4: two levels of scales. whole = the largest |w| of the matrix / (6 · 448). Per group, scale
+        = the number of torch.float8_e4m3fn nearest to (the largest |w| of the group / 6) / whole,
+        but 2⁻⁹ at least. Then the nearest number of the table E2M1 above to w / (scale · whole),
+        times scale · whole. A scale takes 8 bits; whole counts as 0 bits.
 
     Example: weight [[-1, 0, 0.5, 2]], group_size 4, e4m3_scale 0.25
         int4: scale 3 / 15 = 0.2, zero 5, codes 0, 5, 5 + 2 (2.5 rounds to even), 15
               -> ([[-1, 0, 0.4, 2]], 4 + (16 + 4) / 4 = 9.0)
         e4m3: -4, 0, 2 and 8 are numbers of E4M3                     -> ([[-1, 0, 0.5, 2]], 8.0)
         nf4:  -0.5 -> -0.525, 0.25 -> 0.246 -> ([[-1.0501, 0, 0.4922, 2]], 4 + 32 / 4 = 12.0)
+        nvfp4: whole 2 / 2688, scale 448, scale · whole = 1 / 3: -3, 0, 1.5 and 6 are in the table
+              -> ([[-1, 0, 0.5, 2]], 4 + 8 / 4 = 6.0)
     """
-    raise NotImplementedError("Exercise 18.1: By hand: one matrix on three grids")
+    raise NotImplementedError("Exercise 18.1: By hand: one matrix on four grids")
 
 
 @exercise(

@@ -1,6 +1,7 @@
 """What a page of the playground shows is what the course's code computes, in a browser too."""
 
 import html
+import itertools
 import json
 import random
 import re
@@ -185,6 +186,42 @@ def test_a_step_of_the_run_is_what_was_recorded(tmp_path):
         if owners
     ]
     assert [(float(high), fill) for high, fill in held if float(high)] == wanted
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    """The committed table of lanes; another test compares it with today's."""
+    text = (tables.STATIC / "lanes_data.js").read_text(encoding="utf-8")
+    return json.loads(text.partition(".lanes = ")[2].rstrip(";\n"))
+
+
+def test_lanes_ask_for_what_the_copy_says(recorded):
+    """By hand: lane i loads element i · distance and stores element i, those below the count."""
+    sliders = recorded["sliders"]
+    ways = itertools.product(sliders["distance"], sliders["itemsize"], sliders["count"])
+    for (distance, size, count), row in zip(ways, recorded["rows"], strict=True):
+        for kind, step in (("load", distance), ("store", 1)):
+            asked, where = row[kind], [lane * step * size for lane in range(count)]
+            assert (asked["lanes"], asked["bytes"]) == (list(range(count)), where)
+            assert asked["sectors"] == len({byte // 32 for byte in where})
+
+
+@in_a_browser
+def test_a_warp_is_the_recorded_one(recorded, tmp_path):
+    sliders = recorded["sliders"]
+    state = {name: random.randrange(len(values)) for name, values in sliders.items()}
+    found = opened("lanes", tmp_path, state)
+    place = (state["distance"] * 4 + state["itemsize"]) * 2 + state["count"]
+    row = recorded["rows"][place][sliders["access"][state["access"]]]
+    lane = state["lane"]
+    assert f"ask for {row['sectors']} sectors" in found["said"]
+    is_off = lane not in row["lanes"]
+    own = "its mask is off" if is_off else f"byte {row['bytes'][row['lanes'].index(lane)]}"
+    assert own in found["said"]
+    drawn = [int(one) for one in re.findall(r'data-lane="(\d+)"', found["picture"])]
+    assert drawn == [one for one in row["lanes"] if one <= lane]
+    seen = {byte // 32 for one, byte in zip(row["lanes"], row["bytes"]) if one <= lane}
+    assert found["picture"].count('class="sector asked"') == len(seen)
 
 
 def test_tables_say_what_a_reader_can_check_by_hand():

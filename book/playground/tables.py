@@ -132,10 +132,27 @@ def run() -> dict:
     }
 
 
+def lanes() -> dict:
+    """Loads and stores of one warp, recorded by the machine that runs compiled kernels."""
+    from book.playground import lanes as recording
+    from lessons.toolbox.gpu.another_process import call
+
+    sliders = {
+        "distance": recording.DISTANCES,
+        "itemsize": recording.ITEM_BYTES,
+        "count": recording.COUNTS,
+        "access": ["load", "store"],
+        "lane": list(range(recording.WARP)),
+    }
+    rows = call(f"{recording.__name__}:recorded", chip=recording.CHIP)
+    return {"sliders": sliders, "rows": rows}
+
+
 TABLES: dict[str, Callable[[], dict]] = {
     "roofline": roofline,
     "speculation": speculation,
     "run": run,
+    "lanes": lanes,
 }
 
 

@@ -43,6 +43,7 @@ HELP = {
     "speculative_config": 'who drafts, in JSON: {{"method": "ngram", "num_speculative_tokens": 3}}',
     "kv_cache_dtype": f"{', '.join(CHOICES['kv_cache_dtype'])} (default: {{}})",
     "mamba_block_size": "a state is kept after multiples of so many tokens (default: 64)",
+    "mamba_ssm_cache_dtype": f"{', '.join(CHOICES['mamba_ssm_cache_dtype'])} (default: {{}})",
     "limit_mm_per_prompt": 'pictures of a prompt: {{"image": 2}} (default: 8)',
     "mm_processor_cache_gb": "GiB for pictures that were seen before (default: {})",
     "enable_lora": "serve adapters, see --lora-modules (default: {})",

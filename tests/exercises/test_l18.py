@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from solutions.l18_weight_quantization import NF4
+from solutions.l18_weight_quantization import E2M1, NF4
 from tests.exercises.checking import (
     assert_close,
     assert_equal,
@@ -36,10 +36,11 @@ def nearest(ratio: Tensor, grid: Tensor) -> Tensor:
     return grid[(ratio[..., None] - grid).abs().argmin(-1)]
 
 
-# ---------------------------------------------------------------- 18.1 three grids
+# ---------------------------------------------------------------- 18.1 four grids
 
 WHOLE = torch.arange(-40, 41, dtype=torch.float64)
 TABLE = torch.tensor(NF4, dtype=torch.float64)
+FLOATS = torch.tensor(E2M1, dtype=torch.float64)
 
 
 def e4m3_grid() -> Tensor:
@@ -60,7 +61,8 @@ E4M3 = e4m3_grid()
 
 def by_definition(weight, group_size, e4m3_scale):
     """Group by group; with it, whether every rounding was clear of a tie."""
-    int4, nf4, clear = torch.zeros_like(weight), torch.zeros_like(weight), True
+    int4, nf4, nvfp4 = (torch.zeros_like(weight) for _ in range(3))
+    whole, clear = float(weight.abs().max()) / 2688, True
     for n in range(weight.shape[0]):
         for start in range(0, weight.shape[1], group_size):
             part = slice(start, start + group_size)
@@ -76,10 +78,15 @@ def by_definition(weight, group_size, e4m3_scale):
             nf4[n, part] = nearest(group / largest, TABLE) * largest
             clear &= is_clear(group / scale, WHOLE) and is_clear(group / largest, TABLE)
             clear &= is_clear(torch.tensor([-low / scale]), WHOLE)
+            wanted = torch.tensor([largest / 6 / whole], dtype=torch.float64)
+            step = max(float(nearest(wanted, E4M3)), 2.0**-9) * whole
+            nvfp4[n, part] = nearest(group / step, FLOATS) * step
+            clear &= is_clear(wanted, E4M3) and is_clear(group / step, FLOATS)
     ratio = (weight / e4m3_scale).clamp(-448, 448)
     e4m3 = nearest(ratio, E4M3) * e4m3_scale
     bits = {"int4": 4 + 20 / group_size, "e4m3": 8.0, "nf4": 4 + 32 / group_size}
-    values = {"int4": int4, "e4m3": e4m3, "nf4": nf4}
+    bits["nvfp4"] = 4 + 8 / group_size
+    values = {"int4": int4, "e4m3": e4m3, "nf4": nf4, "nvfp4": nvfp4}
     return {name: (values[name], bits[name]) for name in bits}, clear and is_clear(ratio, E4M3)
 
 
@@ -135,6 +142,7 @@ def test_grids_example(impl, seed):
         "int4": (torch.tensor([[-1, 0, 0.4, 2]], dtype=torch.float64), 9.0),
         "e4m3": (weight, 8.0),
         "nf4": (nf4, 12.0),
+        "nvfp4": (weight, 6.0),
     }
     assert_grids(impl, dict(weight=weight, group_size=4, e4m3_scale=0.25), want)
 

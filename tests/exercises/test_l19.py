@@ -316,6 +316,10 @@ PAGE_CASES = {  # name: (options, why)
         dict(slots=(8, 9), loudness=(1, 2), zeros=True),
         "a channel and a head that are zero: scale 0, code 0, no NaN",
     ),
+    "zeros_between": (
+        dict(slots=(8, 9, 10), loudness=(3, 0, 2)),
+        "a token of zeros after another one: K keeps its scale, V's is 0",
+    ),
     "faint": (
         dict(slots=(8, 9, 10), loudness=(1e-12, 3e-12, 1e-12)),
         "nearly 0 is not 0: scales have no lower bound",

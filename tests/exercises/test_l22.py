@@ -256,6 +256,11 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
         {},
         "who comes half a unit after a choice was not waiting then",
     ),
+    "begins_at_a_half": (
+        lambda seed: [Wish(0.5, "ann", 2), Wish(1.0, "ann", 3), Wish(2.25, "bob", 3)],
+        {},
+        "who begins at half a unit ends at half a unit",
+    ),
     "less_than_a_token": (
         lambda seed: at_once(*[("bob", 2)] * 4, *[("ann", 1)] * 8),
         {"ann": 8.0, "bob": 4.0},

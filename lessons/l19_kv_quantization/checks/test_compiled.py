@@ -51,3 +51,12 @@ def test_the_products_of_8_bits_are_8_bit_products():
     assert found["w8a8_int8_4096", 80] == "IMMA"
     # 16 rows are too few for a warpgroup, and Triton then multiplies E4M3 as 16-bit numbers.
     assert found["w8a8_fp8_16", 90] == "HMMA"
+
+
+@pytest.mark.compiler
+def test_rotations_run_on_matrix_units():
+    """In 16 bits: both products. float32 keeps its bits, so it has none."""
+    for report in reports_of(KERNELS, "rotate_"):
+        assert not report.error and not report.spill_bytes, report
+        assert report.shared_bytes <= report.shared_limit_bytes, report
+        assert bool(report.matrix_instruction) == ("fp32" not in report.name), report

@@ -4,9 +4,10 @@ each cache loses.
 
     python -m lessons.l19_kv_quantization.lab.pictures
 
-writes page.svg, fit.svg, loses.svg, outliers.svg and quality.svg beside this file. Nothing is
-timed. K and the activations are those of models/tiny on held-out code; sequences and bytes are
-computed. The last picture reads results/counted/l19_quality.json.
+writes page.svg, fit.svg, loses.svg, outliers.svg, quality.svg and rotations.svg beside this file.
+Nothing is timed. K and the activations are those of models/tiny on held-out code; sequences and
+bytes are computed. The last two read results/counted/l19_quality.json and lab/rotations.py's
+record.
 """
 
 import json
@@ -25,6 +26,8 @@ from lessons.l19_kv_quantization.activations.w8a8 import to_eight_bits
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.kivi.kivi import dequantize_keys, quantize_keys
 from lessons.l19_kv_quantization.lab.quality import OUT
+from lessons.l19_kv_quantization.lab.rotations import ALT as ROTATIONS_ALT
+from lessons.l19_kv_quantization.lab.rotations import draw_rotations
 from lessons.l19_kv_quantization.lab.savings import draw_fit, draw_loses, gain
 from lessons.toolbox.draw.figure import (
     PALETTE,
@@ -255,3 +258,4 @@ if __name__ == "__main__":
     save_svg(draw_loses(), HERE / "loses.svg", alt=LOSES_ALT)
     save_svg(draw_outliers(), HERE / "outliers.svg", alt=OUTLIERS_ALT)
     save_svg(draw_quality(), HERE / "quality.svg", alt=QUALITY_ALT)
+    save_svg(draw_rotations(), HERE / "rotations.svg", alt=ROTATIONS_ALT)

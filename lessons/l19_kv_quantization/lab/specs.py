@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, in_window, listed_split
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
+from lessons.l19_kv_quantization.activations.hadamard import LEAST_SIDE, sides_of, warps_of
 from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
 from lessons.l19_kv_quantization.kernels import codes, hooks
 from lessons.l19_kv_quantization.kernels.launch import crowding, sizes_for
 from lessons.l19_kv_quantization.optimized import LARGEST
 from lessons.toolbox.kernels.compile_check import KernelSpec
-from lessons.toolbox.kernels.triton_ import tl
+from lessons.toolbox.kernels.triton_ import tl, triton
 
 ROOM = "lessons.l19_kv_quantization"
 WITH_E4M3 = (89, 90, 100)
@@ -132,6 +133,29 @@ def product_spec(name: str, codes: str, num_tokens: int, chips: tuple) -> Kernel
     )
 
 
+def rotate_spec(n: int, dtype: str, chips: tuple) -> KernelSpec:
+    """rotate_kernel for tokens of n numbers."""
+    sides = sides_of(n)
+    blocks = [max(LEAST_SIDE, triton.next_power_of_2(side)) for side in sides]
+    return KernelSpec(
+        f"{ROOM}.activations.hadamard:rotate_kernel",
+        name=f"rotate_{dtype}_{n}",
+        signature={
+            **dict.fromkeys(("x_ptr", "left_ptr", "right_ptr", "out_ptr"), f"*{dtype}"),
+            "factor": "fp32",
+            **dict.fromkeys(("stride_x", "stride_out"), "i32"),
+        },
+        constexprs={
+            **dict(zip(("A", "B"), sides)),
+            **dict(zip(("BLOCK_A", "BLOCK_B"), blocks)),
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        },
+        num_warps=warps_of(blocks[0] * blocks[1]),
+        divisible_by_16=("stride_x", "stride_out"),
+        chips=chips,
+    )
+
+
 # (query heads a KV head, head_dim) of Llama-3-8B and of the embedded model
 KERNELS = [codes_spec(name, group, dim) for name in CODES for group, dim in ((4, 128), (3, 64))]
 KERNELS += [codes_spec("fp8", 8, 128), codes_spec("int4", 8, 128), codes_spec("fp8", 4, 256)]
@@ -156,3 +180,6 @@ KERNELS += [
     for name, codes, chips in (("int8", "*i8", WITH_MATRIX_UNITS), ("fp8", "*fp8e4nv", WITH_E4M3))
     for tokens in (16, 4096)
 ]
+# down_proj's inputs of the embedded model, and of models of 8192 and 11264
+KERNELS += [rotate_spec(n, "bf16", WITH_MATRIX_UNITS) for n in (1024, 8192, 11264)]
+KERNELS += [rotate_spec(1024, "fp32", WITH_MATRIX_UNITS)]

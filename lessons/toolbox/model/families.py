@@ -23,9 +23,9 @@ class Family(NamedTuple):
     decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
     object for the layers with a window, and one for the others. rope_in_pairs: whether the rotary
     coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
-    stand behind the last one, which predict tokens further ahead. left_out: how the names of such
-    tensors begin, where they are no layers. may_be_zero: keys at which 0 says
-    that there is none. eps: the key of what is added to a variance. reworded: from a file's content,
+    stand behind the last one, which predict tokens further ahead. left_out: a part of
+    the names of tensors that are not read: of such layers, where they are no layers, or of an
+    indexer. may_be_zero: keys at which 0 says that there is none. eps: the key of what is added to a variance. reworded: from a file's content,
     one name for each key, the same under the keys that `needs` and `reads` have.
     """
 
@@ -177,8 +177,8 @@ HERE = {
 }
 ELSEWHERE = {
     "dense_families": "cohere cohere2 gemma glm glm4 granite olmo2 olmo3 phi smollm3 starcoder2",
-    "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 kimi_k2 "
-    "glm4_moe",
+    "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 "
+    "kimi_k2 glm4_moe",
     "state_families": "qwen3_next lfm2",
     "mamba_families": "granitemoehybrid nemotron_h",
 }

@@ -93,7 +93,7 @@ def predicts_further(key: str, config: ModelConfig) -> bool:
     transformers leaves them out as well (it names layer 61). Other families may have no such layer.
     """
     family = FAMILIES[config.model_type]
-    if family.left_out and key.startswith(family.left_out):
+    if family.left_out and f".{family.left_out}" in f".{key}":
         return True
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]

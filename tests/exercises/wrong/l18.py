@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from lessons.toolbox.kernels.triton_ import tl, triton
-from solutions.l18_weight_quantization import NF4, gptq, round_to_formats
+from solutions.l18_weight_quantization import E2M1, NF4, gptq, round_to_formats
 from tests.exercises.wrong import Answers
 from tests.exercises.wrong.attacks import attacks
 
 answers = Answers()
 
-# ---------------------------------------------------------------- 18.1 three grids
+# ---------------------------------------------------------------- 18.1 four grids
 
 answers.slips(
     "18.1",
@@ -215,19 +215,55 @@ answers.slips(
     int4_by_float16: In 16 bits a ratio just above a half is a half, and goes to the even code.
     - codes = (torch.round(groups / scale) + zero).clamp(0, 15)
     + codes = (torch.round((groups / scale).half()).double() + zero).clamp(0, 15)
+
+    nvfp4_without_the_scale_of_the_matrix: The scale of the matrix moves the scales of the groups to
+        where E4M3 is fine: the largest of them becomes 448.
+    - whole = weight.abs().amax() / (6 * 448)
+    + whole = 1.0
+
+    nvfp4_largest_scale_is_1: The scale of the matrix makes the largest of the others 448, not 1.
+    - weight.abs().amax() / (6 * 448)
+    + weight.abs().amax() / 6
+
+    nvfp4_codes_by_the_scale_before_rounding: Divide by the scale as it is stored: the codes make up
+        for its rounding.
+    - closest = ((groups / step)[..., None] - floats).abs().argmin(-1)
+    + closest = ((groups / (largest / 6))[..., None] - floats).abs().argmin(-1)
+
+    nvfp4_scales_not_rounded: A group's scale is stored as E4M3.
+    - step = stored.to(weight.dtype) * whole
+    + step = wanted * whole
+
+    mxfp4: A power of two for each group is MXFP4. NVFP4's scale is an E4M3 number.
+    - step = stored.to(weight.dtype) * whole
+    + step = torch.exp2(torch.floor(torch.log2(largest)) - 2)
+
+    nvfp4_one_scale_for_a_row: NVFP4 has a scale for each group.
+    - wanted = largest / 6 / whole
+    + wanted = largest.amax(1, keepdim=True) / 6 / whole
+
+    nvfp4_is_4_bits: Each group of NVFP4 stores a scale of 8 bits, too.
+    - 4 + 8 / group_size
+    + 4.0
+
+    nvfp4_scales_of_16_bits: NVFP4's scales are stored in 8 bits.
+    - 4 + 8 / group_size
+    + 4 + 16 / group_size
     """,
 )
 
 
 @answers.alternative("18.1")
 def group_by_group(weight, group_size, e4m3_scale):
-    int4, nf4 = [], []
+    int4, nf4, nvfp4 = [], [], []
+    floats, whole = torch.tensor(E2M1, dtype=torch.float64), weight.abs().max() / 6 / 448
     table = torch.tensor(NF4, dtype=torch.float64)
     for row in weight:
         for group in row.split(group_size):
             if not group.any():
                 int4.append(group)
                 nf4.append(group)
+                nvfp4.append(group)
                 continue
             low, high = group.min().clamp(max=0), group.max().clamp(min=0)
             scale = (high - low) / 15
@@ -237,11 +273,16 @@ def group_by_group(weight, group_size, e4m3_scale):
             largest = group.abs().max()
             middles = (table[1:] + table[:-1]) / 2
             nf4.append(table[torch.bucketize(group / largest, middles)] * largest)
+            scale = (largest / whole / 6).clamp(min=2**-9).to(torch.float8_e4m3fn).double()
+            middles = (floats[1:] + floats[:-1]) / 2
+            codes = torch.bucketize(group / scale / whole, middles)
+            nvfp4.append(floats[codes] * whole * scale)
     e4m3 = (weight / e4m3_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * e4m3_scale
     return {
         "e4m3": (e4m3, 8.0),
         "int4": (torch.cat(int4).view_as(weight), (4 * group_size + 20) / group_size),
         "nf4": (torch.cat(nf4).view_as(weight), (4 * group_size + 32) / group_size),
+        "nvfp4": (torch.cat(nvfp4).view_as(weight), (4 * group_size + 8) / group_size),
     }
 
 

@@ -264,6 +264,10 @@ def by_hand(shots, ttft_slo_s, e2el_slo_s):
 answers.slips(
     "22.2",
     """
+    whole_units: A request may begin between two units of time, and it then ends between two.
+    - now += wishes[index].tokens
+    + now = int(now) + wishes[index].tokens
+
     someone_is_taken_for_granted: There may be no request at all: then the order is empty.
     - v = now = largest_finish = 0.0
     + v = largest_finish = 0.0
