@@ -15,9 +15,10 @@ FILE ?=
 GPU ?=
 COMPARE ?=
 EXPORT ?=
+VERSION ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers clients book demo serve test test-all check progress board lab bench doctor gpu proof profile slides clean
+.PHONY: help setup peers clients book demo serve test test-all check progress board lab bench doctor gpu proof profile slides handouts film wheel release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,8 +92,22 @@ profile: setup ## a lesson's kernels line by line, counted without a GPU: LESSON
 	@$(RUN) -m lessons.toolbox.profile $(if $(FILE),$(FILE),$(LESSON)) $(if $(GPU),--gpu $(GPU)) $(if $(COMPARE),--compare $(COMPARE)) \
 	  $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
-slides: setup ## every figure as a PNG without its caption, for a projector (LESSON=03 for one; OUT=build/slides)
+slides: setup ## lessons for a projector: pictures, index.html with arrow keys, slides.pdf (LESSON=03 for one; OUT=build/slides)
 	@$(RUN) -m reference.bench.slides $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+
+handouts: setup ## the quizzes and exercises to print, and their answers apart (LESSON=03 for one; OUT=build/handouts)
+	@$(RUN) -m reference.bench.handouts $(if $(LESSON),--lesson $(LESSON)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+
+film: setup ## the moving picture of the front page, from a new run of the engine (OUT=folder: not over the committed one)
+	@$(RUN) -m reference.trace.film $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+
+wheel: setup ## the course as a wheel for pip, in build/wheel (its build program comes from the network)
+	@rm -rf build/wheel
+	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	@ls build/wheel/*.whl
+
+release: ## check everything, build and try the wheel, and tag the commit: VERSION=0.2.0 (uploads nothing)
+	@PYTHON=$(PYTHON) sh deploy/release.sh "$(VERSION)"
 
 clean: ## remove what was built (not .venv)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+from book import translations
 from book.links import LINK, slug
 
-LESSON = re.compile(r" \*(\[Lesson \d+\]\([^)]*\)|Lesson \d+)\*$")
+PAGE = "lessons/GLOSSARY.md"
+LESSON = re.compile(r" \*(\[(?:Lesson|레슨) \d+\]\([^)]*\)|Lesson \d+)\*$")
 
 
 def entries(page: str) -> dict[str, str]:
@@ -15,20 +17,27 @@ def entries(page: str) -> dict[str, str]:
     return {term: body.strip() for term, _, body in parts}
 
 
-def definitions(root: Path) -> dict[str, str]:
-    """{anchor: the definition as plain text}."""
-    page = (root / "lessons/GLOSSARY.md").read_text(encoding="utf-8")
-    return {slug(term): plain(body) for term, body in entries(page).items()}
+def definitions(root: Path, page: str = PAGE) -> dict[str, str]:
+    """{anchor: the definition as plain text}; {} without such a page."""
+    path = root / page
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return {slug(term): plain(body) for term, body in entries(text).items()}
 
 
 def plain(markdown: str) -> str:
     """A definition without its links and emphasis, and without the lesson at its end."""
     text = LINK.sub(r"\g<label>", LESSON.sub("", markdown))
-    return re.sub(r"\*([^*]+)\*|`([^`]+)`", lambda found: found[1] or found[2], text)
+    return re.sub(r"\*+([^*]+)\*+|`([^`]+)`", lambda found: found[1] or found[2], text)
 
 
 def script(root: Path) -> str:
-    """The definitions as a script. It is no JSON file, because a page that was opened from a folder
-    may run a script beside it and may not read a file.
+    """The definitions as a script, those of the Korean glossary for links to it. It is no JSON
+    file, because a page that was opened from a folder may run a script beside it and may not read a
+    file.
     """
-    return f"window.GLOSSARY = {json.dumps(definitions(root), ensure_ascii=False)};\n"
+    by_name = {"GLOSSARY": PAGE, "GLOSSARY_KO": translations.place_of(PAGE)}
+    lines = [
+        f"window.{name} = {json.dumps(definitions(root, page), ensure_ascii=False)};\n"
+        for name, page in by_name.items()
+    ]
+    return "".join(lines)

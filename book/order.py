@@ -6,13 +6,27 @@ from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api
+from book import api, translations
 
 # a row of the front page's table: its title, its room
 ROW = re.compile(r"^\| \[(\d\d [^\]]+)\]\(lessons/(l\d\d_\w+)/README\.md\)", re.MULTILINE)
+KOREAN = "한국어"
+KOREAN_ROW = re.compile(ROW.pattern.replace("lessons/", "(?:ko/)?lessons/", 1), re.MULTILINE)
+KOREAN_TITLES = {
+    "README.ko.md": "처음",
+    "ko/INSTALL.md": "시작하는 방법",
+    "ko/lessons/GLOSSARY.md": "용어집",
+    "ko/lessons/NOTATION.md": "표기법",
+    "ko/lessons/GUIDES.md": "가이드에 적힌 것과 사실",
+    "ko/lessons/PROFILING.md": "프로파일 읽기",
+    "ko/lessons/CHOOSING.md": "엔진 고르기",
+    "ko/TERMS.md": "용어표",
+}
 TITLES = {
     "INSTALL.md": "Install",
     "AGENTS.md": "With an AI assistant",
+    "CONTRIBUTING.md": "Contributing",
+    "CHANGELOG.md": "Changes",
     "lessons/GLOSSARY.md": "Glossary",
     "lessons/NOTATION.md": "Notation",
     "lessons/GUIDES.md": "What guides print, and what is true",
@@ -26,6 +40,8 @@ TITLES = {
     "models/README.md": "The embedded models",
     "deploy/README.md": "Deployment",
 }
+
+PLAYGROUND = "book/playground", {"book/playground/README.md"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,21 @@ def titled(root: Path, page: str, folder: str | None = None, first: list = ()) -
     return Chapter(page, TITLES[page], (*first, *below))
 
 
+def korean(root: Path) -> list[Chapter]:
+    """The Korean edition in the order of reading, its lessons with the titles of its front page;
+    the table of its terms comes last.
+    """
+    front = root / translations.place_of("README.md")
+    titles = dict(KOREAN_TITLES)
+    if front.is_file():
+        for title, room in KOREAN_ROW.findall(front.read_text(encoding="utf-8")):
+            titles[translations.place_of(f"lessons/{room}/README.md")] = title
+    pages = [translations.place_of(source) for source in translations.wanted(root)]
+    pages += [page for page in translations.translated(root) if page not in pages]
+    there = [page for page in [*pages, *translations.OWN] if (root / page).is_file()]
+    return [Chapter(page, titles.get(page, "")) for page in there]
+
+
 def parts(root: Path) -> list[Part]:
     """The whole book."""
     of_engine = [Chapter("notebooks/engine.ipynb", "Notebook"), Chapter(api.PAGE, "Interface")]
@@ -105,8 +136,11 @@ def parts(root: Path) -> list[Part]:
         titled(root, "exercises/README.md"),
         titled(root, "models/README.md", "models"),
         titled(root, "results/README.md"),
+        titled(root, "CONTRIBUTING.md"),
+        titled(root, "CHANGELOG.md"),
     ]
     begin = [titled(root, page) for page in ("INSTALL.md", "AGENTS.md")]
-    by_caption = {"Begin": begin, "Lessons": lessons(root), "The engine": engine}
-    by_caption |= {"Beside the lessons": beside}
+    play = [Chapter("book/playground/README.md", "Playground", tuple(others(root, *PLAYGROUND)))]
+    by_caption = {"Begin": begin + play, "Lessons": lessons(root), "The engine": engine}
+    by_caption |= {"Beside the lessons": beside, KOREAN: korean(root)}
     return [Part(caption, tuple(chapters)) for caption, chapters in by_caption.items()]

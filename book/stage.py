@@ -15,13 +15,17 @@ from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api, code, glossary, order
+from book import api, code, glossary, order, translations
 from book.links import LINK
 from lessons.toolbox.command import OneLineParser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 CONF = "conf.py"  # Sphinx reads it beside the pages
+# light and dark pictures in HTML; the book turns the light one dark by itself
+PICTURE = re.compile(
+    r'<picture>.*?<img alt="(?P<alt>[^"]*)" src="(?P<file>[^"]*)">.*?</picture>', re.DOTALL
+)
 # an output that only a running kernel could show; its picture stays
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -84,7 +88,8 @@ class Stage:
 
     def page(self, name: str, behind: str = "") -> None:
         """A page of the course. behind: what the book adds at its end."""
-        text = (self.root / name).read_text(encoding="utf-8")
+        text = translations.with_switch(self.root, name)
+        text = PICTURE.sub(r"![\g<alt>](\g<file>)", text)
         self.write(order.staged(name), self.relinked(name, text) + behind)
 
     def notebook(self, name: str) -> None:

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=03
-# Generated from solutions/l03_weighted_values.py, checksum e1efc6f160d4. Generating again never overwrites your edits.
+# Generated from solutions/l03_weighted_values.py, checksum 061fcefe7da3. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercise 3.5: the first kernel with a loop, the second half of a decode step."""
 
@@ -43,7 +43,8 @@ def weighted_values(weights: Tensor, v_cache: Tensor, context_lens: Tensor) -> T
     weights: [B, Hkv, capacity], v_cache: [B, capacity, Hkv, D], both float32; context_lens: [B]
     int64 -> [B, Hkv, D] float32. The first context_lens[b] rows of sequence b are in use; the
     weights and the rows after them were never written, and may be NaN. A sequence without rows
-    gives zeros. weights is dense. v_cache has any strides, but its last dimension is dense.
+    gives zeros. weights is dense. v_cache has any strides, but its last dimension is dense; it may
+    have more than 2³¹ numbers, so the place of a row needs 64 bits.
 
     The wrapper is done. The body of `weighted_values_kernel` above is yours: a loop over tiles of
     BLOCK_N rows of V, [BLOCK_N, BLOCK_D], and a sum that grows from tile to tile. D need not be a

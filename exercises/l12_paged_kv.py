@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=12
-# Generated from solutions/l12_paged_kv.py, checksum 49feb9709aa2. Generating again never overwrites your edits.
+# Generated from solutions/l12_paged_kv.py, checksum 019122383878. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 12: what blocks leave empty, who owns which block, and attention that reads
 the block table.
@@ -7,7 +7,7 @@ the block table.
 
 from torch import Tensor
 
-from lessons.l12_paged_kv.blocks import BlockPool
+from lessons.l12_paged_kv.blocks import BlockPool, OutOfBlocks  # noqa: F401
 from lessons.toolbox.exercises.exercise import exercise
 from lessons.toolbox.kernels.triton_ import tl, triton
 

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=27
-# Generated from solutions/l27_states.py, checksum d54c5786b3d1. Generating again never overwrites your edits.
+# Generated from solutions/l27_states.py, checksum f37bf489a169. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 27: a state that forgets by channel, a chunk without a loop, a convolution
 that may be cut anywhere, Mamba-2's step over slots, and when a snapshot of a state is worth its
@@ -77,8 +77,8 @@ def conv_piece(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor,
     y[t, c] = Σ_i weight[c, i] · (input of channel c, W − 1 − i tokens before t). So the last column
     of weight is the token's own. A piece may be shorter than W − 1: then the new state begins with
     what is left of the old one. The new state must not share memory with x or `state`, because the
-    caller writes into them. No bias, no activation. Aim: no loop over tokens or channels; a loop
-    over W is right. Errors: none to raise.
+    caller writes into them. All tensors have one dtype, y and the new state too. No bias, no
+    activation. Aim: no loop over tokens or channels; a loop over W is right. Errors: none to raise.
 
     Example: one channel, weight [1, 10, 100], state [5, 6], x = [7]
         y = 1 · 5 + 10 · 6 + 100 · 7 = 765, state after [6, 7]

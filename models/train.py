@@ -27,12 +27,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from models.networks import SHAPES, new_model  # noqa: F401 (its readers find the shapes here)
 from models.steps import (
     acceptance_loss,
     backward,
@@ -46,25 +43,9 @@ from models.steps import (
 )
 from models.stop import Stop
 from models.text import OWN_TEXT, PHASES, PYTHON, Phase, batches, streams
-from models.tokenizer import FOLDERS, HERE, VOCAB_SIZE, train_tokenizer
+from models.tokenizer import FOLDERS, HERE, train_tokenizer
 
-SHAPES = {  # ratio of query to KV heads: 3 (no power of two, as in Qwen2's 6 and 7) and 2
-    "tiny": dict(
-        hidden_size=384,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        intermediate_size=1024,
-    ),
-    "draft": dict(
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=512,
-    ),
-}
-
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # ---------------------------------------------------------------- training
 
@@ -86,25 +67,6 @@ STAGES = {
 }
 
 
-def new_model(name: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **SHAPES[name],
-            vocab_size=VOCAB_SIZE,
-            head_dim=64,
-            tie_word_embeddings=True,
-            max_position_embeddings=2048,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=None,
-            initializer_range=0.02,
-        )
-    )
-
-
 def networks(name: str, device: str) -> tuple[LlamaForCausalLM, LlamaForCausalLM | None]:
     """What a stage trains, and its teacher if it has one."""
     stage = STAGES[name]
@@ -121,27 +83,41 @@ def networks(name: str, device: str) -> tuple[LlamaForCausalLM, LlamaForCausalLM
     return model, teacher
 
 
-def train(
+class Options(NamedTuple):
+    """How long a training is, and how it runs."""
+
+    million_tokens: float
+    tokens_per_step: int
+    compiles: bool
+
+
+def train(name: str, options: Options, stop: Stop | None = None) -> None:
+    """Train one of STAGES. One that goes on with a model is not run on it twice."""
+    stage = STAGES[name]
+    folder = FOLDERS[stage.model]
+    before = said_before(name, folder / "training.json")
+    if f"{name}_tokens" in before:
+        return print(f"{folder} learned it, says training.json; nothing to do")
+    learn(name, stage, networks(name, DEVICE), folder, options, before, stop)
+
+
+def learn(
     name: str,
-    million_tokens: float,
-    tokens_per_step: int,
-    compile_model: bool,
+    stage: Stage,
+    networks: tuple[PreTrainedModel, PreTrainedModel | None],
+    folder: Path,
+    options: Options,
+    before: dict | None = None,
     stop: Stop | None = None,
 ) -> None:
-    """Train one model on a number of tokens and save it with what the training was
-    (training.json). Raises SystemExit when it was asked to stop; it then goes on another time.
+    """Train a model on a number of tokens and save it with what the training was (training.json).
+    Raises SystemExit when it was asked to stop; it then goes on another time.
 
-    name: a stage's. One that goes on with a model is not run on it twice.
+    networks: the model, and its teacher or None. before: what training.json says already.
     """
-    stage = STAGES[name]
-    place = FOLDERS[stage.model] / "training.json"
-    before = said_before(name, place)
-    if f"{name}_tokens" in before:
-        return print(f"{place.parent} learned it, says {place.name}; nothing to do")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    text, budget = streams(), million_tokens * 1e6
-    model, teacher = networks(name, device)
-    step_loss = torch.compile(stage.loss) if compile_model else stage.loss
+    model, teacher = networks
+    text, budget, device = streams(), options.million_tokens * 1e6, DEVICE
+    step_loss = torch.compile(stage.loss) if options.compiles else stage.loss
     print(
         f"{name}: {model.num_parameters() / 1e6:.2f}M parameters, {len(text['wide']) / 1e6:.2f}M "
         f"training tokens, {len(text['held_out'])} held-out tokens, on {device}",
@@ -149,14 +125,14 @@ def train(
     )
     opts = optimizers(model)
     unfinished = HERE.parent / "build" / f"{name}-unfinished.pt"
-    goal = {"budget": budget, "before": before}
+    goal = {"budget": budget, "before": before or {}}
     facts = go_on(unfinished, model, opts, goal)
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*bar_columns, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(name, total=budget, completed=facts["tokens_seen"])
         saved = time.monotonic()
         started = time.monotonic()
-        for spent, batch in batches(text, tokens_per_step, facts, budget, stage.phases):
+        for spent, batch in batches(text, options.tokens_per_step, facts, budget, stage.phases):
             loss = backward(step_loss, model, batch, teacher, device)
             update(model, opts, factor=stage.rate * schedule(spent))
             facts["tokens_seen"] += batch[:, 1:].numel()
@@ -167,6 +143,7 @@ def train(
             facts["minutes"] += (time.monotonic() - started) / 60
             if facts["steps"] % 200 == 0 or facts["steps"] == 10:
                 held_out = held_out_loss(model, text["held_out"][:16385], device)
+                facts.setdefault("curve", []).append([facts["tokens_seen"], round(held_out, 4)])
                 said = f"step {facts['steps']} spent {spent:.3f} {label} held-out {held_out:.4f}"
                 print(said, flush=True)
             must_stop = stop is not None and stop.is_asked
@@ -176,8 +153,9 @@ def train(
             if must_stop:
                 raise SystemExit(f"stopped; the same command goes on: {place_of(facts)}")
             started = time.monotonic()
-    save(model, FOLDERS[stage.model])
-    place.write_text(json.dumps(before | facts_of(name, facts, text, device), indent=2) + "\n")
+    save(model, folder)
+    facts = goal["before"] | facts_of(name, stage, facts, text)
+    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     unfinished.unlink(missing_ok=True)
 
 
@@ -193,23 +171,23 @@ def said_before(name: str, place: Path) -> dict:
     return json.loads(place.read_text())
 
 
-def facts_of(name: str, facts: dict, text: dict, device: str) -> dict:
+def facts_of(name: str, stage: Stage, facts: dict, text: dict) -> dict:
     """What training.json says of a stage."""
     minutes = round(facts["minutes"], 1)
-    if STAGES[name].goes_on:
+    if stage.goes_on:
         return {f"{name}_tokens": facts["tokens_seen"], f"{name}_minutes": minutes}
     return facts | {
         "minutes": minutes,
         "training_tokens": len(text["wide"]),
         "own_tokens": len(text["own"]),
-        "phases": STAGES[name].phases,
+        "phases": stage.phases,
         "torch": torch.__version__,
         "python_source": str(text.get("python", PYTHON)),
-        "device": name_of(device),
+        "device": name_of(DEVICE),
     }
 
 
-SAVED_EVERY_S = 300
+SAVED_EVERY_S = 180
 
 
 def keep(place: Path, model, opts, facts: dict, goal: dict) -> None:
@@ -243,7 +221,7 @@ def save(model, folder: Path) -> None:
     half written.
     """
     scratch = folder.with_name(folder.name + ".part")
-    copy = LlamaForCausalLM(model.config)
+    copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(scratch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -293,7 +271,8 @@ def main() -> None:
     if args.what == "tokenizer":
         train_tokenizer()
     else:
-        train(args.what, args.tokens, args.tokens_per_step, args.compile, Stop().listen())
+        options = Options(args.tokens, args.tokens_per_step, args.compile)
+        train(args.what, options, Stop().listen())
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def weighted_values(weights: Tensor, v_cache: Tensor, context_lens: Tensor) -> T
     weights: [B, Hkv, capacity], v_cache: [B, capacity, Hkv, D], both float32; context_lens: [B]
     int64 -> [B, Hkv, D] float32. The first context_lens[b] rows of sequence b are in use; the
     weights and the rows after them were never written, and may be NaN. A sequence without rows
-    gives zeros. weights is dense. v_cache has any strides, but its last dimension is dense.
+    gives zeros. weights is dense. v_cache has any strides, but its last dimension is dense; it may
+    have more than 2³¹ numbers, so the place of a row needs 64 bits.
 
     The wrapper is done. The body of `weighted_values_kernel` above is yours: a loop over tiles of
     BLOCK_N rows of V, [BLOCK_N, BLOCK_D], and a sum that grows from tile to tile. D need not be a

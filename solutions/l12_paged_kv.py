@@ -4,7 +4,7 @@ the block table.
 
 from torch import Tensor
 
-from lessons.l12_paged_kv.blocks import BlockPool
+from lessons.l12_paged_kv.blocks import BlockPool, OutOfBlocks  # noqa: F401
 from lessons.toolbox.exercises.exercise import exercise
 from lessons.toolbox.kernels.triton_ import tl, triton
 

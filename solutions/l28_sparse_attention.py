@@ -170,7 +170,8 @@ def attend_to_chosen(
     indices: [K] int32: which keys; -1, at any place: none. scale is 1/√D, softmax runs over the
     listed keys alone, and a list without keys gives zeros. block: keys of a tile, a power of two; K
     is any number. Rows that are not listed are NaN, entries of the table that are not needed are
-    2³⁰, and every load and store has a mask. Loop with range(0, num_keys, BLOCK): a list is longer
+    2³⁰, and every load and store has a mask. A cache may have more than 2³¹ values, so the place of
+    a row needs 64 bits. Loop with range(0, num_keys, BLOCK): a list is longer
     than a tile. Aim: nothing but the result is allocated. Errors: none to raise.
 
     Example: H = 1, D = 2, q [[√2, 0]], pages of 2, table [3, 0], indices [0, 3]

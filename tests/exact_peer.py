@@ -10,7 +10,7 @@ import lessons  # isort: skip  # noqa: F401 (before transformers, which imports 
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from unittest.mock import patch
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-FAMILIES = ("qwen3_next", "lfm2")
+FAMILIES = ("qwen3_next", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
 FLOAT = Tensor.float
 
 
@@ -35,12 +35,14 @@ def modeling_of(model: PreTrainedModel) -> ModuleType:
 
 
 @contextmanager
-def in_float64(modeling: ModuleType) -> Iterator[None]:
-    """Inside it the family's code computes in float64."""
-    with (
-        patch.object(modeling, "torch", WideTorch()),
-        patch.object(Tensor, "float", Tensor.double),
-    ):
+def in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """Inside it the family's code, and what it borrows of other families, computes in float64."""
+    names = {type(part).__module__ for part in model.modules()}
+    with ExitStack() as patches:
+        for name in names:
+            if name.startswith("transformers.models."):
+                patches.enter_context(patch.object(sys.modules[name], "torch", WideTorch()))
+        patches.enter_context(patch.object(Tensor, "float", Tensor.double))
         yield
 
 
@@ -48,7 +50,9 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
     """A model of transformers, its weights in float64, in place; its angles stay in float32, as all
     of ours are.
     """
-    rotary, modeling = model.double().model.rotary_emb, modeling_of(model)
+    rotary, modeling = getattr(model.double().model, "rotary_emb", None), modeling_of(model)
+    if rotary is None:
+        return model
     turn = rotary.forward
 
     def in_float32(*args, **named):
@@ -62,5 +66,5 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
 @torch.no_grad()
 def exact_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The logits of a widened model after each of the tokens: [T] -> [T, V] float64."""
-    with in_float64(modeling_of(model)):
+    with in_float64(model):
         return model(tokens[None]).logits[0]

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     MixtralConfig,
+    NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -136,6 +139,96 @@ def lfm2() -> Lfm2Config:
     )
 
 
+def granitemoehybrid(chosen: int | None = None) -> GraniteMoeHybridConfig:
+    shape, groups = random_shape(num_hidden_layers=3), random.choice([1, 2, 3])
+    experts, chosen = random_experts(chosen)
+    is_dense = random.random() < 0.3
+    heads, expand = groups * random.choice([1, 2, 3]), random.choice([1, 2, 3])
+    kinds = ["linear_attention", "full_attention"]
+    shape["hidden_size"] *= heads  # which share expand times as many channels
+    low = random.choice([0.0, 0.0, 0.3])
+    return GraniteMoeHybridConfig(
+        **shape,
+        embedding_multiplier=random.choice([0.7, 3.0]),
+        residual_multiplier=random.choice([0.4, 1.5]),
+        attention_multiplier=random.choice([0.1, 0.5]),
+        logits_scaling=random.choice([0.5, 2.0]),
+        num_local_experts=0 if is_dense else experts,
+        num_experts_per_tok=0 if is_dense else chosen,
+        shared_intermediate_size=random.randint(5, 30),
+        position_embedding_type=random.choice([None, "nope", "rope"]),
+        attention_bias=random.random() < 0.3,
+        mamba_n_heads=heads,
+        mamba_n_groups=groups,
+        mamba_d_state=random.randint(2, 9),
+        mamba_d_head="auto",
+        mamba_d_conv=random.choice([2, 3, 4]),
+        mamba_expand=expand,
+        mamba_chunk_size=random.choice([3, 16, 256]),
+        mamba_conv_bias=random.random() < 0.7,
+        mamba_proj_bias=random.random() < 0.3,
+        time_step_limit=(low, random.choice([float("inf"), 1.0])),
+        layer_types=random.sample(kinds, 2) + random.choices(kinds, k=1),
+    )
+
+
+def bamba() -> BambaConfig:
+    shape, groups = random_shape(num_hidden_layers=3), random.choice([1, 2, 3])
+    heads, attending = groups * random.choice([1, 2, 3]), random.choice([[0], [2], [0, 1]])
+    shape["hidden_size"] = 8 * heads * shape["num_attention_heads"]
+    return BambaConfig(
+        **shape,
+        attn_layer_indices=attending,
+        attention_bias=random.random() < 0.3,
+        mlp_bias=random.random() < 0.3,
+        mamba_n_heads=heads,
+        mamba_n_groups=groups,
+        mamba_d_state=random.randint(2, 9),
+        mamba_d_conv=random.choice([2, 3, 4]),
+        mamba_expand=random.choice([1, 2]),
+        mamba_chunk_size=random.choice([3, 16, 256]),
+        mamba_conv_bias=random.random() < 0.7,
+        mamba_proj_bias=random.random() < 0.3,
+        time_step_limit=(random.choice([0.0, 0.3]), random.choice([float("inf"), 1.0])),
+    )
+
+
+def nemotron_h(chosen: int | None = None) -> NemotronHConfig:
+    shape, groups = random_shape(), random.choice([1, 2, 3])
+    experts, experts_of = random.choice([(4, 1), (6, 2), (8, 2)])
+    kinds = ["linear_attention", "full_attention", "mlp", "moe"]
+    kinds = random.sample(kinds, 4) + random.choices(kinds, k=random.choice([0, 1, 2]))
+    for key in ("num_hidden_layers", "rope_parameters", "tie_word_embeddings"):
+        del shape[key]
+    low = random.choice([0.0, 0.0, 0.3])
+    return NemotronHConfig(
+        layer_norm_epsilon=shape.pop("rms_norm_eps"),
+        **shape,
+        head_dim=2 * random.randint(3, 9),
+        layers_block_type=kinds,
+        ssm_state_size=random.randint(2, 9),
+        mamba_num_heads=groups * random.choice([1, 2, 3]),
+        mamba_head_dim=random.randint(2, 9),
+        n_groups=groups,
+        conv_kernel=random.choice([2, 3, 4]),
+        chunk_size=random.choice([3, 16, 128]),
+        # transformers limits the dt of prompts by time_step_min, and NVIDIA's code by the other
+        time_step_min=low or 1e-30,
+        time_step_limit=(low, float("inf")),
+        use_conv_bias=random.random() < 0.7,
+        use_bias=random.random() < 0.3,
+        mlp_bias=random.random() < 0.3,
+        n_routed_experts=experts,
+        num_experts_per_tok=chosen or random.randint(1, 3),
+        n_group=experts_of,
+        topk_group=experts_of if chosen else random.randint(1, experts_of),
+        norm_topk_prob=random.random() < 0.5,
+        routed_scaling_factor=random.choice([1.0, 2.5]),
+        moe_intermediate_size=random.randint(5, 30),
+        moe_shared_expert_intermediate_size=random.randint(5, 30),
+    )
+
+
 def phi3() -> Phi3Config:
     share, original = random.choice([1.0, 0.5, 0.75]), random.choice([6, 20, 100])
     shape = random_shape()
@@ -215,6 +308,9 @@ FAMILIES = {
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
     "lfm2": lfm2,
+    "granitemoehybrid": granitemoehybrid,
+    "bamba": bamba,
+    "nemotron_h": nemotron_h,
     "phi3": phi3,
     "gpt_oss": gpt_oss,
     "gemma2": gemma2,

@@ -58,12 +58,12 @@ def test_a_token_that_the_student_finds_hopeless_still_has_a_gradient():
 
 def test_the_stage_begins_with_the_draft_and_keeps_what_was_said_of_it(tmp_path, monkeypatch):
     train_small_models(monkeypatch, tmp_path)
-    how = dict(million_tokens=0.006, tokens_per_step=2048, compile_model=False)
+    how = training.Options(million_tokens=0.006, tokens_per_step=2048, compiles=False)
     with pytest.raises(SystemExit, match="there is no draft"):
-        training.train("acceptance", **how)
+        training.train("acceptance", how)
     facts, weights = [], []
     for name in ("tiny", "draft", "acceptance", "acceptance"):
-        training.train(name, **how)
+        training.train(name, how)
         facts.append(
             json.loads((tmp_path / "draft/training.json").read_text()) if name != "tiny" else {}
         )

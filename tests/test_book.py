@@ -104,6 +104,12 @@ def test_a_folder_with_other_files_is_not_emptied(tmp_path):
     assert (tmp_path / "mine.md").read_text() == "work"
 
 
+def test_the_moving_picture_is_in_the_book(source):
+    front = (source / "index.md").read_text(encoding="utf-8")
+    assert "<picture>" not in front and "](reference/trace/film/film.svg)" in front
+    assert (source / "reference/trace/film/film.svg").is_file()
+
+
 def test_an_anchor_stays_behind_its_page(tmp_path):
     page = Stage(REPOSITORY, tmp_path)
     text = "[a](../README.md#the-engine) [b](#here) [c](GLOSSARY.md#token)"

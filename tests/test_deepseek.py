@@ -16,17 +16,21 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from lessons.l02_naive_attention import rope
 from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.naive import generate
 from lessons.l06_mla import deepseek as module
 from lessons.l06_mla.deepseek import DeepseekDecoder, absorbed, load_decoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import MLAConfig, ModelConfig, MoEConfig, RopeScaling, yarn_mscale
 from lessons.toolbox.model.config_json import CheckpointError
+from reference.engine.assembly import engine_over
+from reference.engine.engine_args import EngineArgs
 from tests.test_families import (
     TOLERANCE,
     assert_same_logits,
@@ -69,6 +73,7 @@ YARN = dict(
 )
 AS_LITE = YARN | dict(mscale=0.707, mscale_all_dim=0.707)
 BOTH = YARN | dict(mscale=1.3, mscale_all_dim=0.7)
+INDEXED = FULL | GROUPS | dict(index_topk=64, index_n_heads=3, index_head_dim=24)
 
 CASES = {
     "v2 lite": DeepseekV2Config(**LITE),
@@ -98,6 +103,10 @@ CASES = {
         **FULL | GROUPS, attention_bias=True, tie_word_embeddings=True
     ),
     "v3, v wider than q": DeepseekV3Config(**FULL | GROUPS | dict(v_head_dim=40)),
+    "v3.2": DeepseekV32Config(**INDEXED),
+    "v3.2, yarn": DeepseekV32Config(
+        **INDEXED, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)
+    ),
     "v3, first layers dense": DeepseekV3Config(
         **FULL | GROUPS | dict(first_k_dense_replace=2, rms_norm_eps=1e-3)
     ),
@@ -146,6 +155,46 @@ def test_logits_equal_transformers(name, tmp_path):
         assert 0.3 < expected.std() < 30, "the model under test must say something"
         for form in (ours, absorbed(ours)):
             assert_same_logits(logits_of(form, tokens), expected)
+
+
+def test_a_context_ends_where_an_indexer_begins_to_choose(tmp_path):
+    """Up to index_topk tokens V3.2 attends to all, and one token more is refused. transformers
+    shows why: there the first token that is not chosen changes the logits.
+    """
+    theirs, tokens = (
+        random_model(DeepseekV32Config(**INDEXED | dict(index_topk=8))),
+        random_tokens(),
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = DeepseekDecoder.from_pretrained(tmp_path)
+    assert ours.config.max_position_embeddings == 8
+    expected, got = theirs_of(theirs, tokens), logits_of(ours, tokens)
+    assert_same_logits(got[:8], expected[:8])
+    with pytest.raises(AssertionError):
+        assert_same_logits(got, expected)
+    prompt = tokens.tolist()
+    assert len(generate(ours, [prompt[:6]], 2)[0]) == 2
+    with pytest.raises(ValueError, match=r"accepted: at most 8 \(max_position_embeddings\)"):
+        generate(ours, [prompt[:6]], 3)
+    with pytest.raises(ValueError, match="max_model_len: got 9; accepted: at most 8, the model's"):
+        engine_over(ours, None, EngineArgs(device="cpu", max_model_len=9))
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(index_topk=0), "'index_topk' must be a positive number"),
+        (dict(mlp_layer_types=["sparse"] * 3), "'mlp_layer_types' must be sparse after"),
+        (dict(layer_types=["full_attention"] * 3), "'layer_types' must be"),
+    ],
+)
+def test_what_differs_in_an_indexed_config_is_named(changes, named, tmp_path):
+    DeepseekV32Config(**INDEXED).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError) as refused:
+        load_config(tmp_path)
+    assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["v2, yarn", "v3, yarn, two factors"])

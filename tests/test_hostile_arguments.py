@@ -176,8 +176,8 @@ ENTRIES = {
         MoEConfig,
         vars(EXPERTS),
         dict(n_shared_experts="0", first_k_dense_replace="0", norm_topk_prob="True|False")
-        | dict(are_stacked="True|False", shared_expert_intermediate_size="None")
-        | dict(routed_scaling_factor="1.5|2**63"),
+        | dict(are_stacked="True|False", routed_scaling_factor="1.5|2**63")
+        | dict.fromkeys(["shared_expert_intermediate_size", "shared_intermediate_size"], "None"),
     ),
     "Multipliers": Entry(
         Multipliers, vars(Multipliers()), dict.fromkeys(vars(Multipliers()), "1.5|2**63")

@@ -2,14 +2,12 @@
 transformers' greedy tokens, and every block and every slot comes back.
 """
 
-import random
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import Lfm2Config, Qwen3NextConfig
 
 from lessons.l02_naive_attention.sampling import SamplingParams as RowParams
 from lessons.l12_paged_kv.blocks import BlockManager, OutOfBlocks
@@ -22,45 +20,23 @@ from reference.features.states.generate import generate as alone
 from reference.features.states.generate import generate_held
 from reference.features.states.room import with_states
 from reference.features.states.slots import SlotBlocks
-from tests.engine_cases import assert_clean
-from tests.exact_peer import exact_logits
+from reference.features.states.snapshots import CachingSlotBlocks
+from tests.hybrid_cases import (
+    DRAWN,
+    HYBRIDS,
+    MOST,
+    Known,
+    a_history,
+    known_of,
+    new_engine,
+    serve,
+)
 from tests.random_families import saved_and_loaded
 
 pytestmark = pytest.mark.usefixtures("seed")
-VOCAB, LONGEST, MOST = 61, 20, 16  # MOST: tokens of an answer
-DRAWN = 3  # answers to a prompt that draws
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=24,
-    intermediate_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-)
-LFM2 = Lfm2Config(
-    **SIZES, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
-)
-QWEN3_NEXT = Qwen3NextConfig(
-    **SIZES,
-    head_dim=8,
-    partial_rotary_factor=0.5,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    moe_intermediate_size=12,
-    shared_expert_intermediate_size=10,
-    num_experts=4,
-    num_experts_per_tok=2,
-    layer_types=["linear_attention", "full_attention"] * 2,
-)
 
 
-@pytest.fixture(scope="module", params=[QWEN3_NEXT, LFM2], ids=["qwen3_next", "lfm2"])
+@pytest.fixture(scope="module", params=HYBRIDS, ids=lambda config: config.model_type)
 def models(request, tmp_path_factory):
     """transformers' model and ours, both in float64."""
     return saved_and_loaded(request.param, tmp_path_factory.mktemp("hybrid"))
@@ -71,116 +47,9 @@ def model(models):
     return models[1]
 
 
-class Known(NamedTuple):
-    """A prompt, transformers' greedy answer to it, and what the naive rung draws by seeds 0, 1
-    and 2.
-    """
-
-    prompt: list[int]
-    greedy: list[int]
-    drawn: list[list[int]]
-
-
 @pytest.fixture(scope="module")
-def known(models) -> list[Known]:
-    (theirs, ours), found = models, []
-    rows = [RowParams(1.0, seed=seed) for seed in range(DRAWN)]
-    for length in (1, 1, 2, 5, 8, 13, 17, LONGEST):
-        prompt = torch.randint(VOCAB, (length,)).tolist()
-        tokens = list(prompt)
-        for _ in range(MOST):
-            tokens.append(int(exact_logits(theirs, torch.tensor(tokens))[-1].argmax()))
-        found.append(Known(prompt, tokens[length:], alone(ours, [prompt] * DRAWN, MOST, rows)))
-    assert len({token for one in found for token in one.greedy}) > 10
-    assert all(len(set(map(tuple, one.drawn))) > 1 for one in found)
-    return found
-
-
-def new_engine(model, **how):
-    """An engine whose pools hold NaN wherever nothing was written."""
-    house = dict(block_size=4, max_num_seqs=4, max_model_len=64, num_gpu_blocks_override=64)
-    engine = engine_over(model, None, EngineArgs(device="cpu", **house | how))
-    pool = engine.runner.pool
-    for tensor in (*pool.tensors, pool.states.windows, pool.states.matrices):
-        tensor.fill_(torch.nan)
-    return engine
-
-
-def assert_all_returned(engine) -> None:
-    assert_clean(engine)
-    slots = engine.scheduler.blocks.slots
-    assert slots.num_free == slots.num_blocks and not any(slots.owners)
-
-
-def serve(engine, asked, most_steps: int = 3000) -> Counter:
-    """asked: (what is known of a prompt, params, before which step it comes, before which its
-    client gives up). Every answer must be the known one; what was seen is returned.
-    """
-    outputs, seen, step = {}, Counter(), 0
-    while step == 0 or engine.has_unfinished_requests or step <= max(one[2] for one in asked):
-        for at, (one, params, arrives, aborts) in enumerate(asked):
-            if arrives == step:
-                engine.add_request(str(at), one.prompt, params)
-            if aborts == step and engine.abort_request(str(at)) is not None:
-                seen["aborted"] += 1
-        outputs |= {out.request_id: out for out in engine.step()}
-        step += 1
-        assert step < most_steps, "the engine makes no progress"
-    for at, (one, params, *_) in enumerate(asked):
-        if (out := outputs.get(str(at))) is None:
-            continue
-        wanted = [one.greedy] if params.temperature == 0 else one.drawn
-        for answer, want in zip(out.outputs, (ended(each, params) for each in wanted)):
-            got = answer.token_ids
-            assert got == (want if out.finished else want[: len(got)]), at
-        if out.finished:
-            seen["finished"] += 1
-            seen["preempted"] += out.metrics.preemptions
-            seen["answers"] += len(out.outputs) > 1
-    assert_all_returned(engine)
-    return seen
-
-
-def ended(answer: list[int], params: SamplingParams) -> list[int]:
-    """What a request gets of an answer: up to its limit, or to its first stop token."""
-    answer = answer[: params.max_tokens]
-    ends = [at for at, token in enumerate(answer) if token in params.stop_token_ids]
-    return answer[: ends[0] + 1] if ends else answer
-
-
-def a_history(known) -> tuple[dict, list]:
-    """The arguments of an engine, and what is asked of it."""
-    places, tokens = random.choice([(1, 1), (3, 3), (4, 7), (4, 16), (6, 40)])
-    house = dict(
-        block_size=random.choice([1, 3, 4, 16]),
-        max_num_seqs=places,
-        max_num_batched_tokens=tokens,
-        async_scheduling=random.random() < 0.3,
-    )
-    # from a pool that holds one request to one for all
-    longest = -(-(LONGEST + MOST) // house["block_size"])
-    house["num_gpu_blocks_override"] = random.choice([longest, longest + 2, 2 * longest, 400])
-    asked = []
-    for _ in range(random.randint(3, 9)):
-        one = random.choice(known)
-        # often what one of several answers begins with, so that it ends while the others go on
-        stop = random.choice([(), (), (random.choice(one.drawn)[random.randint(0, 2)],)])
-        count = min(places, random.choice([1, 1, 1, 2, DRAWN]))
-        params = SamplingParams(
-            n=count,
-            temperature=float(count > 1),
-            seed=0,
-            max_tokens=random.randint(1, MOST),
-            stop_token_ids=list(stop),
-            detokenize=False,
-        )
-        aborts = random.choice([None, None, None, random.randint(0, 30)])
-        asked.append((one, params, random.randint(0, 15), aborts))
-    print(
-        house,
-        [(len(one.prompt), s.n, s.max_tokens, s.stop_token_ids, *rest) for one, s, *rest in asked],
-    )
-    return house, asked
+def known(models):
+    return known_of(models)
 
 
 def test_random_histories(model, known, request):
@@ -190,7 +59,24 @@ def test_random_histories(model, known, request):
         house, asked = a_history(known)
         seen += serve(new_engine(model, **house), asked)
     print(seen)
-    assert min(seen[name] for name in ("finished", "preempted", "answers", "aborted")) > 0
+    names = ["finished", "preempted", "answers", "aborted", "cached", "swapped"]
+    names += ["accepted", "rejected"]
+    names += [f"snapshots {name}" for name in ("taken", "hits", "evicted", "missed_tokens")]
+    assert min(seen[name] for name in names) > 0, seen
+
+
+def test_in_float32(model):
+    """What a GPU computes in: the tokens are those of one at a time in float32."""
+    single = deepcopy(model).float()
+    prompts = [torch.randint(61, (length,)).tolist() for length in (1, 2, 5, 8, 13, 17, 20)]
+    answers = alone(single, prompts, MOST)
+    known = [Known(prompt, answer, [answer] * 3) for prompt, answer in zip(prompts, answers)]
+    for _ in range(4):
+        house, asked = a_history(known)
+        asked = [
+            (one, replace(params, n=1, temperature=0.0), *when) for one, params, *when in asked
+        ]
+        serve(new_engine(single, **house), asked)
 
 
 def test_the_rungs_give_the_same_tokens(model, known):
@@ -283,7 +169,7 @@ def never_copied(self, source, target):
 
 def lacks_if_new(self, sequence, held, tokens):
     """Who writes first into a shared slot writes for all."""
-    return sequence not in self.tables
+    return sequence not in self.tables or self.tables[sequence].slot is None
 
 
 def always_before(lengths, held, slots, device):
@@ -302,13 +188,38 @@ def kept_slot(self, sequence):
     BlockManager.free(self, sequence)
 
 
-step_of = states.new_state_step
+def never_back(self, sequence, goes_back):
+    """A state keeps the drafts that were rejected."""
+    settle(self, sequence, False)
+
+
+def all_again(self, rows, step):
+    """Of a draft that was rejected its first tokens are forgotten, too."""
+
+
+def row_behind(self, rows, step):
+    """The rows of another sequence, or one too many to the right, are repeated."""
+    repeat(self, (rows + 1).clamp(max=len(self.given[min(self.given)][0]) - 1), step)
+
+
+def anywhere(self, sequence, tokens):
+    """A snapshot is known by the last block that was full when it was taken."""
+    super(CachingSlotBlocks, self).remember(sequence, tokens)
+    self.take_snapshot(sequence, len(tokens))
+
+
+step_of, settle, repeat = states.new_state_step, SlotBlocks.settle, states.StatePool.repeat
 SLIPS = {
     "never copied": (states.StatePool, "copy", never_copied),
     "shared slots are written": (SlotBlocks, "lacks_slot", lacks_if_new),
     "no state begins": (pool_module, "new_state_step", always_before),
     "one token is a decode": (pool_module, "new_state_step", ones_decode),
     "a slot is kept": (SlotBlocks, "free", kept_slot),
+    "a state does not come back": (states.StatePool, "write", lambda self, slot, state: None),
+    "a rejected draft stays": (SlotBlocks, "settle", never_back),
+    "an accepted draft goes": (states.StatePool, "repeat", all_again),
+    "a wrong row is repeated": (states.StatePool, "repeat", row_behind),
+    "a snapshot is of another length": (CachingSlotBlocks, "remember", anywhere),
 }
 
 
@@ -316,7 +227,7 @@ SLIPS = {
 def test_a_planted_slip_is_found(slip, model, known, monkeypatch):
     monkeypatch.setattr(*SLIPS[slip])
     with pytest.raises(
-        (AssertionError, KeyError, ValueError, IndexError, RuntimeError, OutOfBlocks)
+        (AssertionError, KeyError, ValueError, IndexError, TypeError, RuntimeError, OutOfBlocks)
     ):
         for _ in range(40):
             house, asked = a_history(known)
@@ -329,16 +240,11 @@ def test_a_planted_slip_is_found(slip, model, known, monkeypatch):
 @pytest.mark.parametrize(
     "how, reason",
     [
-        (dict(enable_prefix_caching=True), "no state is kept where a block ends"),
-        (dict(preemption_mode="swap"), "blocks travel, and states do not"),
         (dict(kv_offloading_size=0.01), "blocks travel, and states do not"),
         (dict(enable_lora=True), "adapters have the rows and names of a checkpoint's layers"),
         (dict(batch_invariant=True), "each adds in an order of its own"),
-        (
-            dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
-            "a state holds a refused draft, too",
-        ),
-        (dict(kv_events_config=dict(enable_kv_cache_events=True)), "no state is kept"),
+        (dict(kv_events_config=dict(enable_kv_cache_events=True)), "unless enable_prefix_caching"),
+        (dict(mamba_block_size=6), "a multiple of block_size (4)"),
     ],
 )
 def test_what_does_not_work_with_states_is_said_in_one_line(how, reason, model):
@@ -350,8 +256,7 @@ def test_what_does_not_work_with_states_is_said_in_one_line(how, reason, model):
 
 def test_a_draft_with_states_is_refused(model):
     """The target may be any other model; what a draft refuses would stay in its states."""
-    from reference.features.states.room import hold_states
-
-    args = EngineArgs(speculative_config=dict(method="ngram", num_speculative_tokens=2))
-    with pytest.raises(ValueError, match=r"speculative_config: got .* with states, "):
-        hold_states(new_engine(model).runner, args)
+    config = dict(method="draft", model="a model", num_speculative_tokens=2)
+    args = EngineArgs(device="cpu", speculative_config=config)
+    with pytest.raises(ValueError, match="speculative_config model: got 'a model'; accepted: one"):
+        engine_over(model, None, args, model)

@@ -5,13 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons.l01_roofline.planner.models import find_model
+from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l27_states.chunks import written, written_by_wy
+from lessons.l27_states.lab import rounded
 from lessons.l27_states.lab.costs import (
     QWEN3_NEXT,
     StateLayer,
+    copied_and_repeated,
     even_memory,
     even_prompt,
+    even_snapshot,
     even_step,
+    given_bytes,
+    state_at_each_token,
 )
 from lessons.l27_states.lab.needle import FEW_KEYS, RULES, different_keys, same_keys
 from lessons.l27_states.lab.pictures import FIGURES
@@ -23,12 +30,22 @@ from lessons.l27_states.naive import (
 )
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
+from reference.features.states.shapes import (
+    DECAYED_FLOPS,
+    NEMOTRON_H_8B,
+    OF_NEMOTRON_8B,
+    STATES,
+    requests_at_once,
+)
+from reference.features.states.shapes import QWEN3_NEXT as QWEN3_NEXT_SHAPE
+from reference.features.states.snapshots import SHORTEST
 from tests.excerpts import plain_readme, stray_excerpts
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "lessons/l27_states"
 README = plain_readme(ROOM)
 STATE, CACHE = QWEN3_NEXT.state, QWEN3_NEXT.cache
+WORDS = {4: "four"}
 
 
 def said(text: str) -> None:
@@ -84,6 +101,58 @@ def test_the_bytes_of_step_7():
     said(f"{2e3 * many / CHIPS['h100'].memory_bytes_per_s:.1f} ms.")
 
 
+def test_what_a_mamba_2_layer_keeps():
+    """The sizes of Nemotron-H 8B, and its token by hand."""
+    shape = NEMOTRON_H_8B
+    token_bytes = 2 * shape.num_key_value_heads * shape.head_dim * 2
+    kept = shape.state_layer_bytes
+    said(f"has 128 heads of 128 × 64 and {OF_NEMOTRON_8B.conv_dim:,} channels")
+    said(f"so it keeps {kept:,} bytes. That is K and V of {kept / token_bytes:,.0f} tokens")
+    said(f"one of its {WORDS[shape.num_kv_layers]} attention layers")
+    said(f"A token costs {DECAYED_FLOPS} FLOPs for each number of a state")
+    dt = torch.tensor([[2.0]]).log()
+    q, k, x = torch.tensor([[[1.0, 0]], [[1.0, 0]], [[2.0, 4]]])[:, None]
+    state = torch.tensor([[[1.0, 2], [6, 0]]])
+    _, after = decayed_linear_attention(q, k, dt[..., None] * x, -dt, state)
+    rows = [" ".join(f"{x:.3g}" for x in row) for row in (0.5 * state[0]).tolist()]
+    said(f"First S fades to {' / '.join(rows)}.")
+    rows = [" ".join(f"{x:.3g}" for x in row) for row in after[0].tolist()]
+    said(f"added to its first row: {' / '.join(rows)}.")
+
+
+def test_the_requests_at_once():
+    assert requests_at_once() in README
+    more, of_all = QWEN3_NEXT_SHAPE, find_model("qwen3-30b-a3b")
+    said(f"Qwen3-Next has {more.params / of_all.params:.1f} times the parameters")
+    counts = [make_plan(each, CHIPS["h200"], 1, 32768, 2).sequences for each in (more, of_all)]
+    said(f"and {counts[0] / counts[1]:.1f} times the requests")
+
+
+def test_the_bytes_of_a_snapshot():
+    snapshot, block = QWEN3_NEXT.snapshot_bytes, 16 * QWEN3_NEXT.token_bytes
+    assert snapshot == STATES.bytes_per_sequence(2), "the planner's shapes are others"
+    said(f"| K and V of a block of 16 tokens, {QWEN3_NEXT.cache_layers} layers | {block:,} |")
+    said(f"| a snapshot of {QWEN3_NEXT.state_layers} states | {snapshot:,} |")
+    said(f"| {even_snapshot():,.0f} tokens, {snapshot / block:.1f} blocks |")
+    said(f"states would take {snapshot / block:.1f} times as much as K and V")
+    said(f"is nearer than {even_snapshot():,.0f} tokens")
+    said(f"{SHORTEST} tokens if nothing is said")
+    said(f"adds 1/{SHORTEST} to the bytes of its states")
+
+
+def test_the_bytes_of_drafts():
+    each, ours = state_at_each_token(3), copied_and_repeated(3)
+    names = {"a state at each token": each, "a copy, and what the layers were given": ours}
+    for name, found in names.items():
+        cells = (f"{x / 1e6:.1f}" for x in (found.kept, found.moved, found.after_rejection))
+        said(f"| {name} | {' | '.join(cells)} |")
+    said(f"{given_bytes() / QWEN3_NEXT.state_layers:,.0f} bytes a token, beside a state of")
+    even = 100 * (each.moved - ours.moved) / (ours.after_rejection - ours.moved)
+    said(f"as long as fewer than {even:.0f} of 100 steps have a rejection")
+    assert copied_and_repeated(4).after_rejection > state_at_each_token(4).moved
+    assert copied_and_repeated(5).after_rejection < state_at_each_token(5).moved
+
+
 def test_the_table_of_step_3():
     k = torch.tensor([[1.0, 0], [0, 1], [1, 0]])[:, None]
     v = torch.tensor([[2.0, 4], [6, 0], [0, 8]])[:, None]
@@ -127,6 +196,16 @@ def test_what_is_still_read_right():
     again = {name: same_keys(rule, 512) for name, rule in RULES.items()}
     assert again["delta rule"] == again["both"] == 1.0 and FEW_KEYS == 16
     said(f"decay falls to about {100 * again['decay']:.0f}, the sum to {100 * again['sum']:.0f}")
+
+
+@pytest.mark.parametrize("name", rounded.KEPT)
+def test_the_table_of_rounded_states(name):
+    """Up to 512 tokens. The last digit may differ on another CPU."""
+    for dtype, off in rounded.errors(name, rounded.LENGTHS[:2]).items():
+        row = f"| {name} | {str(dtype).removeprefix('torch.')} | "
+        (line,) = (line for line in README.splitlines() if line.startswith(row))
+        said_of_it = [float(cell) for cell in line.removeprefix(row).split(" | ")[:2]]
+        assert off == pytest.approx(said_of_it, rel=0.5), line
 
 
 def test_the_quiz_and_step_2():

@@ -163,8 +163,8 @@ def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(tmp_p
                 -2: pytest.raises(SystemExit, match="the same command goes on"),
             }
             with ends.get(stop_at) or pytest.raises(KeyboardInterrupt):
-                how = dict(tokens_per_step=2048, compile_model=False)
-                training.train("tiny", 0.03, **how, stop=asked if stop_at == -2 else None)
+                how = training.Options(0.03, tokens_per_step=2048, compiles=False)
+                training.train("tiny", how, stop=asked if stop_at == -2 else None)
     assert not list((tmp_path / "build").iterdir()), "what it kept to go on is gone"
     for name, whole in weights("whole").items():
         assert torch.equal(whole, weights("in_parts")[name]), name

@@ -1,11 +1,13 @@
 """Families beside Llama's and DeepSeek's: random models of odd shapes against transformers."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import Phi3Config
+from transformers import CONFIG_MAPPING, Phi3Config
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.rope import new_cos_sin_cache
@@ -31,6 +33,7 @@ from tests.test_deepseek import random_model
 
 ROPE = "lessons.toolbox.model.rope_scaling.RopeScaling"
 MODELS = 15  # of each family
+REPOSITORY = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -246,6 +249,20 @@ def test_each_decoder_names_the_other(tmp_path):
         Decoder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="config: got model_type 'llama'; accepted: one with moe"):
         MoEDecoder(ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16))
+
+
+@pytest.mark.parametrize("model_type", families.LACKING)
+def test_what_a_family_has_that_decoders_lack_is_named(model_type, tmp_path):
+    assert model_type in CONFIG_MAPPING and model_type not in families.FAMILIES
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type=model_type)))
+    said = refusal(tmp_path)
+    assert f"is not supported, because it has {families.LACKING[model_type]}; supported:" in said
+
+
+def test_the_table_of_families_is_complete():
+    text = (REPOSITORY / "reference/README.md").read_text(encoding="utf-8")
+    table = text.partition("| a sequence keeps | families |")[2].partition("\n\n")[0]
+    assert sorted(re.findall("`(.*?)`", table)) == sorted(families.FAMILIES)
 
 
 def test_dense_layers_stand_anywhere():

@@ -35,8 +35,10 @@ from lessons.toolbox.model.config_json import CheckpointError
 from reference.checkpoints.write_checkpoint import save_quantized
 from reference.features.states import generate as rungs
 from reference.features.states import layers as states
-from reference.features.states.layers import heads_of, new_state_step
+from reference.features.states import rules
+from reference.features.states.layers import new_state_step
 from reference.features.states.pool import HybridPool
+from reference.features.states.rules import heads_of
 from reference.features.states.shapes import QWEN3_NEXT
 from reference.ladder.rungs import left_out, rungs_of
 from reference.weights.quantization import quantize_model
@@ -101,9 +103,9 @@ def not_weighed(self, x):
 SLIPS = {
     "gates are moved": ("lessons.toolbox.model.checkpoint.turning_last", with_all_turned),
     "norms are not": ("lessons.toolbox.model.checkpoint.turning_last", with_norms_left),
-    "q is not scaled": (rungs, "heads_of", not_scaled),
-    "keys are dealt in turns": (rungs, "heads_of", as_groups),
-    "lengths as they are": (states, "unit", lambda x: x),
+    "q is not scaled": (rules, "heads_of", not_scaled),
+    "keys are dealt in turns": (rules, "heads_of", as_groups),
+    "lengths as they are": (rules, "unit", lambda x: x),
     "the newest input first": (rungs, "conv_weights", newest_first),
     "no gate of the shared expert": (moe.WeighedMLP, "forward", not_weighed),
     "norms not shifted": (qwen3_next.GemmaRMSNorm, "forward", RMSNorm.forward),
@@ -179,7 +181,7 @@ def in_random_chunks(pool, layer: int, inputs: list[tuple], slots: list[int]) ->
         parts = [
             [x[done[b] : done[b] + count] for x in inputs[b]] for b, count in zip(chosen, counts)
         ]
-        out = pool.attend(layer, *map(torch.cat, zip(*parts)), step)
+        out = pool.attend(layer, *map(torch.cat, zip(*parts)), step=step)
         for b, piece in zip(chosen, out.split(counts)):
             outs[b].append(piece)
             done[b] += len(piece)

@@ -1,14 +1,18 @@
-"""Slides are the figures without the line under them, at a projector's width."""
+"""Slides are the figures without the line under them, at a projector's width, and a page that turns
+them.
+"""
 
+import re
 import struct
 from pathlib import Path
 
 import pytest
 
-from lessons.toolbox.draw.figure import overlapping_texts, pictures_to
+from lessons.toolbox.draw.figure import overlapping_texts, pictures_to, texts_outside
 from lessons.toolbox.draw.plotting import class_plot
 from reference.bench import slides
-from reference.bench.slides import SLIDE_PIXELS, save_slide
+from reference.bench.class_texts import aims_of, first_question, numbers, plan_of, title_of
+from reference.bench.deck import SLIDE_PIXELS, Deck, page, save_slide, words
 
 ROOT = Path(slides.__file__).parents[2]
 
@@ -33,11 +37,51 @@ def test_one_lesson_gives_its_pictures_and_its_records(tmp_path, capsys):
     before = committed.stat().st_mtime_ns
     assert slides.main(["--lesson", "10", "--out", str(tmp_path)]) == 0
     written = {path.stem for path in tmp_path.glob("*.png")}
+    shown = re.findall(r'<img src="(.+?)\.png" alt="(.+?)" data-part="10"', text_of(tmp_path))
+    assert {name for name, _ in shown} == written and len(shown) == len(written)
+    names, said = zip(*shown)
+    assert names[:2] == ("l10_0_opening", "l10_0_question") and "You will be able to" in said[0]
+    assert names[-2:] == ("l10_9_answer", "l10_9_exercise")
+    pages = re.search(rb"/Count (\d+)", (tmp_path / "slides.pdf").read_bytes())
+    assert int(pages[1]) == len(written)
     pictures = {f"l10_flash_decoding_{name}" for name in ("occupancy", "predicted")}
     records = {f"cpu_{path.stem}" for path in (ROOT / "results/cpu").glob("l10_*.json")}
     assert written >= pictures | records
     assert f"{len(written)} slides in" in capsys.readouterr().out
     assert committed.stat().st_mtime_ns == before, "a slide is no picture of the lesson"
+
+
+def text_of(out: Path) -> str:
+    """The page of a deck."""
+    return (out / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("lesson", numbers())
+def test_words_fit_on_their_slides(lesson):
+    asked = first_question(lesson)
+    assert asked.answer and len(aims_of(lesson)) == 3
+    assert asked.answer not in asked.question or asked.answer == "No."
+    aims = ["You will be able to", *aims_of(lesson)]
+    for title, lines in (
+        (title_of(lesson), aims),
+        ("Write down your guess", [asked.question]),
+        (asked.question, [asked.answer]),
+        ("Your turn", [plan_of(lesson)["Exercise"]]),
+    ):
+        figure = words(title, lines)
+        assert not texts_outside(figure) and not overlapping_texts(figure), title
+        assert min(text.get_size() for text in figure.texts) >= 20
+
+
+def test_a_slide_of_too_many_words_is_seen():
+    assert texts_outside(words("t", ["word " * 900]))
+
+
+def test_a_title_cannot_write_into_the_page(tmp_path):
+    with Deck(tmp_path) as deck:
+        deck.add_words("a", '<script>"x"', ["y"])
+    assert "&lt;script&gt;&quot;x&quot;" in text_of(tmp_path)
+    assert page([]).count("<script>") == 1
 
 
 def test_every_room_and_every_record_is_tried():
@@ -48,11 +92,13 @@ def test_every_room_and_every_record_is_tried():
 
 @pytest.mark.parametrize("stem", ["ladder", "l04_extrapolation", "l05_quality"])
 def test_records_of_other_shapes_are_drawn_too(stem, tmp_path):
-    assert slides.draw_record(ROOT / f"results/cpu/{stem}.json", tmp_path) == 1
+    with Deck(tmp_path) as deck:
+        assert slides.draw_record(ROOT / f"results/cpu/{stem}.json", deck) == 1
 
 
 def test_the_engine_is_a_slide(tmp_path):
-    assert slides.draw_engine(tmp_path) == 1
+    with Deck(tmp_path) as deck:
+        assert slides.draw_engine(deck) == 1
     assert width_of(tmp_path / "architecture.png") == SLIDE_PIXELS
 
 

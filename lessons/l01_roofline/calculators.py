@@ -147,13 +147,14 @@ def decode_floor(
     each.
 
     bandwidth: bytes/s, peak: FLOP/s. The weights are read once for all of them, the KV cache once
-    for each, and a state is read and written. Activations are small and left out, and so are a
-    state's FLOPs.
+    for each, and a state is read and written. Activations are small and left out.
     """
     batch, context = positive("batch", batch), positive("context", context)
     weights = model.params_read(batch) * positive("bits_per_weight", bits_per_weight) / 8
-    kv = batch * (context * kv_bytes_per_token(model, bits_per_kv) + 2 * model.state_bytes)
-    flops = batch * 2 * model.active_params + attention_flops(model, batch * context)
+    seen = model.seen_tokens(context)
+    kv = batch * (seen * kv_bytes_per_token(model, bits_per_kv) + 2 * model.state_bytes)
+    flops = batch * (2 * model.active_params + model.state_flops)
+    flops += attention_flops(model, batch * seen)
     return Floor(weights + kv, flops, bandwidth, peak)
 
 
@@ -173,9 +174,9 @@ def prefill_floor(
     tokens = positive("prompt_tokens", prompt_tokens)
     moved = model.params_read(tokens) * positive("bits_per_weight", bits_per_weight) / 8
     moved += tokens * kv_bytes_per_token(model, bits_per_kv) + model.state_bytes  # written, once
-    body = 2 * tokens * (model.active_params - model.embedding_params)
+    body = tokens * (2 * (model.active_params - model.embedding_params) + model.state_flops)
     head = 2 * model.embedding_params
-    causal_pairs = tokens * (tokens + 1) / 2  # token t sees t keys
+    causal_pairs = model.causal_pairs(tokens)  # token t sees t keys, or a window of them
     flops = body + head + attention_flops(model, causal_pairs)
     return Floor(moved, flops, bandwidth, peak)
 

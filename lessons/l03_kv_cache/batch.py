@@ -35,6 +35,7 @@ class Batch:
     block_table: Tensor | None = None  # [B, max_blocks] int32, from lesson 12 on
     work_list: object | None = None  # what lesson 12's decode reads on a CPU, made once a step
     states: object | None = None  # which slot each sequence's state has, in lesson 27 alone
+    groups: tuple | None = None  # the step over each group's blocks (lesson 27's windows)
     plans: dict | None = None  # lists of splits by length, made once a step, from lesson 12 on
     tree: Tensor | None = None  # [T, W] int8: which new token sees which, from lesson 17 on
     # Before the prompts, those that run one token each, or a tree: what lesson 12's kernels take

@@ -162,7 +162,7 @@ class KVPool:
         all_k, all_v = (self.blocks(x)[:, first_block:] for x in (self.k_slots, self.v_slots))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            index = layer - self.layers.start
+            index = self.index_of(layer)
             k_slots, v_slots = self.k_slots[index], self.v_slots[index]
             q = ops.write(q, k, v, k_slots, v_slots, batch, self.cos_sin_cache_of(layer))
             self.written_bytes += k.nbytes + v.nbytes
@@ -171,6 +171,10 @@ class KVPool:
             return read(q, all_k[index], all_v[index], batch, config.softmax_scale, window, **rules)
 
         return attend
+
+    def index_of(self, layer: int) -> int:
+        """Where `layer` is in the pool's buffers."""
+        return layer - self.layers.start
 
     def cos_sin_cache_of(self, layer: int) -> Tensor:
         """The table by which `layer` rotates: [positions, rope_dim]."""

@@ -25,7 +25,7 @@ from lessons.l04_positions.stand_ins import LESSON_04_TORCH
 from lessons.l07_kernel_fusion import stand_ins
 from lessons.toolbox.model.config import ModelConfig
 
-PARALLEL = ("cohere", "phi")  # variants of which a layer is one junction, not two
+PARALLEL = ("cohere", "phi", "nemotron_h")  # variants of which a layer is one junction, not two
 
 
 class Ops(NamedTuple):

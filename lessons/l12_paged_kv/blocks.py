@@ -93,6 +93,14 @@ class BlockManager:
         """How many blocks hold so many tokens."""
         return -(-tokens // self.block_size)
 
+    def blocks_held(self, tokens: int) -> int:
+        """How many blocks a sequence has that holds so many tokens and runs none."""
+        return self.blocks_for(tokens)
+
+    def pages(self, sequence: int) -> list[int]:
+        """All blocks that hold anything of `sequence`."""
+        return self.tables[sequence]
+
     def needs(self, sequence: int, held: int, tokens: int) -> int:
         """How many free blocks it takes until `sequence`, which holds `held` tokens, can hold
         `tokens`: new ones, and one for the copy of a shared block that it would write into.
@@ -126,6 +134,20 @@ class BlockManager:
     def take(self, count: int) -> list[int]:
         """Free blocks with one owner. Raises OutOfBlocks."""
         return self.pool.take(max(0, count))
+
+    def receive(self, sequence: int, tokens: int) -> None:
+        """Give a new sequence blocks for tokens that have run: their K and V come from elsewhere.
+        Raises OutOfBlocks.
+        """
+        self.grow(sequence, 0, tokens)
+
+    def cut(self, sequence: int, tokens: int) -> None:
+        """`sequence` gives back the blocks after its first `tokens` tokens."""
+        table = self.tables[sequence]
+        kept = self.blocks_for(tokens)
+        # A block with other owners stays theirs.
+        self.pool.release(reversed(table[kept:]))
+        del table[kept:]
 
     def _is_written_shared(self, table: list[int], held: int, tokens: int) -> bool:
         """Whether the block that the next token goes into has other owners."""

@@ -50,11 +50,10 @@ class Host(Nowhere):
         table = self.blocks.tables[sequence.row]
         # A block that this step has yet to copy holds nothing: then it is computed again.
         is_complete = not any(target in table for _, target in step.copies)
-        used = self.blocks.blocks_for(sequence.computed)
+        used = self.blocks.blocks_held(sequence.computed)
         if sequence.computed and is_complete and self.has_room(used):
             # Those that it got in this step hold nothing yet.
-            self.blocks.pool.release(reversed(table[used:]))
-            del table[used:]
+            self.blocks.cut(sequence.row, sequence.computed)
             self.swap.runner.held[sequence.row] = sequence.computed
             self.swap.swap_out(sequence.row)
 

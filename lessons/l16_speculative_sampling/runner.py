@@ -30,9 +30,6 @@ class RewindingRunner(PagedRunner):
 
     def rewind(self, sequence: int, tokens: int) -> None:
         """Forget all but the first `tokens` tokens of a sequence, which holds at least as many."""
-        blocks, table = self.blocks, self.blocks.tables[sequence]
-        kept = blocks.blocks_for(tokens)
-        # A block with other owners stays theirs, and the next write into a shared one copies it.
-        blocks.pool.release(reversed(table[kept:]))
-        del table[kept:]
+        # A shared block that is kept is copied before the next write into it.
+        self.blocks.cut(sequence, tokens)
         self.held[sequence] = tokens

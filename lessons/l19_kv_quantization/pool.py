@@ -107,7 +107,7 @@ class QuantizedPool(QuantizedSlots, KVPool):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = rotated(self.ops, q, k, v, batch, self.cos_sin_cache_of(layer))
-            index = layer - self.layers.start
+            index = self.index_of(layer)
             k_codes, v_codes, k_scales, v_scales = (x[index] for x in self.tensors)
             self.store(k_codes, k_scales, k, batch.slot_mapping)
             self.store(v_codes, v_scales, v, batch.slot_mapping)

@@ -171,6 +171,7 @@ def states_kernel(
         # a matrix of no rows: nothing is loaded
         rows = tl.where(tl.load(has_state_ptr + sequence) != 0, KEY_DIM, 0)
     state = load_tile(states_ptr, 0, rows, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
+    state = state.to(tl.float32)
     k_ptr += head * stride_kh
     u_ptr += head * stride_uh
     for token in range(start, end, SIZE):
@@ -217,25 +218,33 @@ def outputs_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program per head and BLOCK_V columns, chunk and sequence. out: [T, H, VALUE_DIM]."""
+    """One program per head and BLOCK_V columns, chunk and sequence. out: [T, H, VALUE_DIM]. It goes
+    through the keys' coordinates by BLOCK_K, so that a tile of the state is small: then many
+    columns fit into the registers, and q and k are read for few blocks of them.
+    """
     blocks = tl.cdiv(VALUE_DIM, BLOCK_V)
     head, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_V
     start, end, place = chunk_of(
         cu_seqlens_ptr, num_tokens, tl.program_id(2), tl.program_id(1), SIZE
     )
     if start < end:
-        q = load_tile(q_ptr + head * stride_qh, start, end, stride_qt, 0, KEY_DIM, SIZE, BLOCK_K)
-        k = load_tile(k_ptr + head * stride_kh, start, end, stride_kt, 0, KEY_DIM, SIZE, BLOCK_K)
+        q_ptr += head * stride_qh
+        k_ptr += head * stride_kh
         u_ptr += head * stride_uh
+        before_ptr += (place * num_heads + head) * KEY_DIM * VALUE_DIM
+        scores = tl.zeros([SIZE, SIZE], tl.float32)
+        out = tl.zeros([SIZE, BLOCK_V], tl.float32)
+        for i in range(0, KEY_DIM, BLOCK_K):
+            q = load_tile(q_ptr, start, end, stride_qt, i, KEY_DIM, SIZE, BLOCK_K)
+            k = load_tile(k_ptr, start, end, stride_kt, i, KEY_DIM, SIZE, BLOCK_K)
+            state = load_tile(before_ptr, i, KEY_DIM, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
+            scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+            out = tl.dot(q.to(tl.float32), state, out, input_precision=PRECISION)
         u = load_tile(u_ptr, start, end, stride_ut, first, VALUE_DIM, SIZE, BLOCK_V).to(tl.float32)
         g = load_numbers(log_decay_ptr + head, start, end, num_heads, SIZE)
-        before = before_ptr + (place * num_heads + head) * KEY_DIM * VALUE_DIM
-        state = load_tile(before, 0, KEY_DIM, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
-        from_start = tl.exp(tl.cumsum(g, axis=0))
+        out *= tl.exp(tl.cumsum(g, axis=0))[:, None]
         # decay_between is 0 where a token would see a later one
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay_between(g, SIZE)
-        out = tl.dot(q.to(tl.float32), state, input_precision=PRECISION)
-        out *= from_start[:, None]
-        out += tl.dot(scores, u, input_precision=PRECISION)
+        scores *= decay_between(g, SIZE)
+        out = tl.dot(scores, u, out, input_precision=PRECISION)
         out_ptr += head * VALUE_DIM
         store_tile(out_ptr, out, start, end, num_heads * VALUE_DIM, first, VALUE_DIM, SIZE, BLOCK_V)

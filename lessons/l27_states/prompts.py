@@ -15,8 +15,19 @@ from lessons.l27_states.chunk_kernels import outputs_kernel, prepare_kernel, sta
 from lessons.toolbox.kernels.triton_ import triton
 
 CHUNK = 32  # tokens; a power of two, 16 or more for tl.dot
-COLUMNS = 16  # of the values, for one program
-NUM_WARPS, NUM_STAGES = 4, 1
+NUM_STAGES = 1
+
+
+class Tile(NamedTuple):
+    """How a kernel is launched."""
+
+    columns: int  # of the values, at a time
+    num_warps: int
+    rows: int | None = None  # of the state, at a time; None: all
+
+
+# The second kernel keeps its part of a state in registers all the way, the others only read tiles.
+PREPARE, STATES, OUTPUTS = Tile(32, 2), Tile(16, 4), Tile(64, 4, rows=32)
 
 
 def gated_delta_prompts(
@@ -33,7 +44,7 @@ def gated_delta_prompts(
     chunk: int = CHUNK,
 ) -> Tensor:
     """naive.gated_delta_rule for B packed prompts. q, k: [T, H, Dk], v: [T, H, Dv], log_decay,
-    beta: [T, H], states: [slots, H, Dk, Dv] float32, slots: [B] int64, cu_seqlens: [B + 1] int32 ->
+    beta: [T, H], states: [slots, H, Dk, Dv], slots: [B] int64, cu_seqlens: [B + 1] int32 ->
     [T, H, Dv].
 
     has_state: [B] bool, whether states[slots[b]] is what came before prompt b, or whatever an
@@ -107,33 +118,35 @@ class Launches(NamedTuple):
     num_chunks: int  # of the longest prompt
     chunk: int  # tokens
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The constants of all three kernels."""
+    def sizes(self, tile: Tile) -> dict[str, int]:
+        """The constants of a kernel."""
         key_dim, value_dim = self.k.shape[2], self.v.shape[2]
+        block_k = triton.next_power_of_2(max(key_dim, 16))
         return dict(
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             SIZE=self.chunk,
-            BLOCK_K=triton.next_power_of_2(max(key_dim, 16)),
-            BLOCK_V=min(COLUMNS, triton.next_power_of_2(max(value_dim, 16))),
-            num_warps=NUM_WARPS,
+            BLOCK_K=min(tile.rows or block_k, block_k),
+            BLOCK_V=min(tile.columns, triton.next_power_of_2(max(value_dim, 16))),
+            num_warps=tile.num_warps,
             num_stages=NUM_STAGES,
         )
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """(heads, blocks of columns, prompts)."""
-        blocks = triton.cdiv(self.v.shape[2], self.sizes["BLOCK_V"])
-        return self.q.shape[1], blocks, len(self.cu_seqlens) - 1
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def count(self) -> int:
+        """Of prompts."""
+        return len(self.cu_seqlens) - 1
 
     def prepare(self, beta: Tensor) -> tuple[Tensor, Tensor]:
         """U₀: [T, H, Dv] and W: [T, H, Dk] of all chunks, float32. beta: [T, H], dense."""
         new = dict(dtype=torch.float32, device=self.q.device)
         u, w = torch.empty(self.v.shape, **new), torch.empty(self.k.shape, **new)
-        heads, _, count = self.grid
         if u.numel():
-            prepare_kernel[heads, self.num_chunks, count](
+            prepare_kernel[self.heads, self.num_chunks, self.count](
                 self.k,
                 self.v,
                 self.log_decay,
@@ -144,7 +157,7 @@ class Launches(NamedTuple):
                 len(self.q),
                 *self.k.stride()[:2],
                 *self.v.stride()[:2],
-                **self.sizes,
+                **self.sizes(PREPARE),
             )
         return u, w
 
@@ -155,9 +168,11 @@ class Launches(NamedTuple):
         states. u: [T, H, Dv]; w: [T, H, Dk], or None for u = v.
         """
         # the most chunks that so many tokens of so many prompts can have: see chunk_of
-        most = len(self.q) // self.chunk + self.grid[2]
+        most = len(self.q) // self.chunk + self.count
         before = torch.empty(most, *states.shape[1:], dtype=torch.float32, device=states.device)
-        states_kernel[self.grid](
+        sizes = self.sizes(STATES)
+        blocks = triton.cdiv(self.v.shape[2], sizes["BLOCK_V"])
+        states_kernel[self.heads, blocks, self.count](
             self.k,
             u,
             w,
@@ -173,16 +188,17 @@ class Launches(NamedTuple):
             states.stride(0),
             DELTA=w is not None,
             HAS_STATE=has_state is not None,
-            **self.sizes,
+            **sizes,
         )
         return before
 
     def read(self, u: Tensor, before: Tensor) -> Tensor:
         """The outputs: [T, H, Dv]. u: [T, H, Dv]; before: what `carry` returned."""
         out = torch.empty(self.v.shape, dtype=self.v.dtype, device=self.v.device)
-        heads, blocks, count = self.grid
+        sizes = self.sizes(OUTPUTS)
+        blocks = triton.cdiv(self.v.shape[2], sizes["BLOCK_V"])
         if out.numel():
-            outputs_kernel[heads * blocks, self.num_chunks, count](
+            outputs_kernel[self.heads * blocks, self.num_chunks, self.count](
                 self.q,
                 self.k,
                 u,
@@ -191,10 +207,10 @@ class Launches(NamedTuple):
                 before,
                 out,
                 len(self.q),
-                heads,
+                self.heads,
                 *self.q.stride()[:2],
                 *self.k.stride()[:2],
                 *u.stride()[:2],
-                **self.sizes,
+                **sizes,
             )
         return out

@@ -3,6 +3,7 @@ one line and exit code 130.
 """
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from lessons.toolbox.model.arguments import one_line
 NUMBERS = {"int": "a whole number", "float": "a number"}
 NO_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.*)", re.DOTALL)
 ROOM_BYTES = 2**20  # more than a record and its figures take
+TYPED = "LADDER_COMMAND"  # the command `inference-ladder` says by it what the reader typed
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -25,6 +27,13 @@ class OneLineParser(argparse.ArgumentParser):
             flag, kind, value = found.groups()
             message = f"{flag}: got {value}; accepted: {NUMBERS[kind]}"
         self.exit(2, one_line(f"{self.prog.removeprefix('python -m ')}: {message}") + "\n")
+
+
+def typed(otherwise: str) -> str:
+    """What the reader typed to start this process: "inference-ladder check", or `otherwise` where
+    the course was not started by that command.
+    """
+    return os.environ.get(TYPED, otherwise)
 
 
 def was_interrupted(error: BaseException) -> bool:

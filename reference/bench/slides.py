@@ -1,9 +1,12 @@
-"""Every figure of the course as a PNG for a projector, without the caption under it.
+"""Slides of every lesson for a projector: PNGs, slides.pdf, and index.html with arrow keys.
 
     python -m reference.bench.slides [--out build/slides] [--lesson 03]
 
-Draws the lessons' own pictures, and the records under results/. Nothing is measured again. A
-caption names the machine and the versions, so show the recorded figure too when a student asks.
+A lesson begins with what students will be able to do and the question that they guess at. Its
+figures follow without the captions under them, then the guessed question's answer and the exercise
+for class. Draws the lessons' own pictures, and the records under results/. Nothing is measured
+again. A caption names the machine and the versions, so show the recorded figure too when a student
+asks.
 """
 
 import argparse
@@ -14,13 +17,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
-from lessons.toolbox.draw.figure import foot, pictures_to, style
+from lessons.toolbox.draw.figure import pictures_to
+from reference.bench.class_texts import aims_of, chosen, first_question, plain, plan_of, title_of
+from reference.bench.deck import Deck
 
 ROOT = Path(__file__).parents[2]
-SLIDE_PIXELS = 1920  # the width of most projectors
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,17 +39,15 @@ def draw_all(options: argparse.Namespace) -> int:
     from rich.progress import track
 
     works = dict(works_of(options.lesson))
-    if not works:
-        lessons = ", ".join(room.name[1:3] for room in rooms())
-        raise ValueError(f"--lesson: got {options.lesson!r}; accepted: {lessons}")
     check_writable(options.out)
-    written, left = 0, []
-    for name, draw in track(works.items(), description="drawing"):
-        try:
-            written += draw(options.out)
-        except (KeyError, TypeError, ValueError):
-            left.append(name)  # a record of another shape, which its own program draws
-    print(f"{written} slides in {options.out}")
+    left = []
+    with Deck(options.out) as deck:
+        for name, draw in track(works.items(), description="drawing"):
+            try:
+                draw(deck)
+            except (KeyError, TypeError, ValueError):
+                left.append(name)  # a record of another shape, which its own program draws
+    print(f"{len(deck.slides)} slides in {options.out}: index.html, slides.pdf")
     if left:
         print(f"without a figure of their own kind: {', '.join(left)}")
     return 0
@@ -58,28 +58,57 @@ def rooms() -> list[Path]:
     return [file.parents[1] for file in sorted((ROOT / "lessons").glob("l*/lab/pictures.py"))]
 
 
-def works_of(lesson: str | None) -> Iterator[tuple[str, Callable[[Path], int]]]:
-    """(name, function that draws its slides into a folder and returns how many) of each room with
-    pictures and of each record, of one lesson ("03") or of all, and then of the engine, too.
+def works_of(lesson: str | None) -> Iterator[tuple[str, Callable[[Deck], int]]]:
+    """(name, function that adds its slides to a deck and returns how many) in the order of the
+    deck: of one lesson ("03"), or of all and then of the engine. Raises ValueError for an unknown
+    lesson.
     """
-    for room in rooms():
-        if lesson in (None, room.name[1:3]):
-            yield room.name, partial(draw_pictures, room)
+    pictures = {room.name[1:3]: room for room in rooms()}
+    records = sorted((ROOT / "results").glob("*/*.json"))
+    of_lessons = {
+        path for path in records if path.name.startswith("l") and path.name[1:3].isdigit()
+    }
+    for number in chosen(lesson):
+        yield f"opening {number}", partial(open_lesson, number)
+        if number in pictures:
+            yield pictures[number].name, partial(draw_pictures, pictures[number])
+        for path in records:
+            if path in of_lessons and path.name[1:3] == number:
+                yield f"{path.parent.name}/{path.stem}", partial(draw_record, path)
+        yield f"closing {number}", partial(close_lesson, number)
     if lesson is None:
         yield "architecture", draw_engine
-    for path in sorted((ROOT / "results").glob("*/*.json")):
-        is_of = path.name[1:3] if path.name.startswith("l") and path.name[1:3].isdigit() else None
-        if lesson in (None, is_of):
-            yield f"{path.parent.name}/{path.stem}", partial(draw_record, path)
+        for path in records:
+            if path not in of_lessons:
+                yield f"{path.parent.name}/{path.stem}", partial(draw_record, path)
 
 
-def draw_pictures(room: Path, out: Path) -> int:
+def open_lesson(lesson: str, deck: Deck) -> int:
+    """What students will be able to do, and what they guess at first."""
+    deck.part = lesson
+    title = f"Lesson {int(lesson)}: {title_of(lesson)}"
+    lines = ["You will be able to", *(f"•  {aim}" for aim in aims_of(lesson))]
+    deck.add_words(f"l{lesson}_0_opening", title, lines)
+    question = first_question(lesson).question
+    deck.add_words(f"l{lesson}_0_question", "Write down your guess", [question])
+    return 2
+
+
+def close_lesson(lesson: str, deck: Deck) -> int:
+    """The answer, and the exercise for class."""
+    asked, exercise = first_question(lesson), plain(plan_of(lesson)["Exercise"])
+    deck.add_words(f"l{lesson}_9_answer", asked.question, [asked.answer])
+    deck.add_words(f"l{lesson}_9_exercise", "Your turn", [f"Exercise {exercise}"])
+    return 2
+
+
+def draw_pictures(room: Path, deck: Deck) -> int:
     """The pictures of a lesson, by running the program that draws them."""
-    taken: list[Path] = []
+    taken: list[str] = []
 
     def take(figure, path: Path) -> None:
-        taken.append(out / f"{room.name}_{path.stem}.png")
-        save_slide(figure, taken[-1])
+        taken.append(path.stem)
+        deck.add(figure, f"{room.name}_{path.stem}")
 
     arguments, sys.argv = sys.argv, [str(room / "lab/pictures.py")]
     try:
@@ -93,15 +122,16 @@ def draw_pictures(room: Path, out: Path) -> int:
     return len(taken)
 
 
-def draw_engine(out: Path) -> int:
+def draw_engine(deck: Deck) -> int:
     """The picture of the front page."""
     from reference.engine import architecture
 
-    save_slide(architecture.draw(), out / "architecture.png")
+    deck.part = "engine"
+    deck.add(architecture.draw(), "architecture")
     return 1
 
 
-def draw_record(path: Path, out: Path) -> int:
+def draw_record(path: Path, deck: Deck) -> int:
     """The figures of a record; returns how many. Raises ValueError, KeyError or TypeError for a
     record that has none of a kind which is known here.
     """
@@ -115,7 +145,7 @@ def draw_record(path: Path, out: Path) -> int:
     if "points" in data:  # of bench_serving
         figures = bench_figures.figures_of(data)
         for name, (figure, _) in figures.items():
-            save_slide(figure, out / f"{path.parent.name}_{path.stem}_{name}.png")
+            deck.add(figure, f"{path.parent.name}_{path.stem}_{name}")
         return len(figures)
     if path.stem == "ladder":
         figure = ladder_report.figure_of(ladder_report.load(path))
@@ -125,16 +155,8 @@ def draw_record(path: Path, out: Path) -> int:
         figure = quality_figure(data, records.read_json(path.with_name("l05_step.json")))
     else:
         figure = records.figure_of(data)
-    save_slide(figure, out / f"{path.parent.name}_{path.stem}.png")
+    deck.add(figure, f"{path.parent.name}_{path.stem}")
     return 1
-
-
-def save_slide(fig: Figure, path: Path) -> None:
-    """Write a figure as a PNG of a projector's width, without the line under it."""
-    foot(fig, "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with style():
-        fig.savefig(path, dpi=SLIDE_PIXELS / fig.get_figwidth())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ORDERS
 
 if TYPE_CHECKING:  # each feature is imported where the arguments ask for it
+    from lessons.l03_kv_cache.cache import KVPool
     from lessons.l17_tree_speculation.trees.tree import Tree
+    from lessons.toolbox.model.window_groups import WindowGroups
     from reference.features.lora import Adapters
     from reference.speculation.drafting import Drafter
     from reference.speculation.protocol import Proposer
@@ -106,17 +108,23 @@ def engine_here(
 
         adapters = Adapters(model, args)
         model = adapters.model
+    groups = None
+    if any(model.config.sliding_windows):
+        from reference.features.windows.room import groups_for
+
+        groups = groups_for(args, model.config, max_model_len)
     # A draft with K and V of its own needs room for them, too.
-    num_blocks = blocks_that_fit(args, model, max_model_len, getattr(drafter, "config", None))
+    draft = getattr(drafter, "config", None)
+    num_blocks = blocks_that_fit(args, model, max_model_len, draft, groups=groups)
     new = partial(new_runner, args, num_blocks)
     if args.speculative_config is None:
-        runner = new(model, max_model_len, adapters)
+        runner = new(model, max_model_len, adapters, groups=groups)
         runner.sight = sight
         return engine_on(runner, tokenizer, args)
     from reference.speculation.drafting import new_proposer, tree_of
 
     tree = tree_of(args.speculative_config, drafter)
-    runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree)
+    runner = new(model, max_model_len, adapters, getattr(drafter, "taps", ()), tree, groups)
     runner.sight = sight
     proposer = new_proposer(args, drafter, runner, new)
     return engine_on(runner, tokenizer, args, proposer, tree)
@@ -132,26 +140,16 @@ def engine_on(
     """An engine on a runner, or on what has its interface. proposer: who drafts; None: one token in
     a step. tree: the shape of its drafts; None: chains.
     """
-    others = [] if proposer is None else proposer.pools
-    if args.kv_offloading_size is not None:
-        from reference.features.offload import tiered_blocks
-
-        blocks = tiered_blocks(args, runner, others, new_cache(args))
-    elif args.kv_transfer_config is not None:
-        from reference.features.kv_transfer.transfers import transfer_blocks
-
-        blocks = transfer_blocks(args, runner, others, new_cache(args))
-    elif runner.model.config.state is not None:
-        from reference.features.states.room import slot_blocks
-
-        blocks = slot_blocks(args, runner)
-    else:
-        blocks = new_blocks(args, runner.pool.num_blocks)
+    blocks = new_blocks(args, runner, [] if proposer is None else proposer.pools)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
 
         speculation = speculation_over(runner, scheduler)
+    if runner.model.config.state is not None:
+        from reference.features.states.room import join_states
+
+        join_states(args, runner, scheduler, speculation)
     engine = Engine(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )
@@ -176,11 +174,18 @@ def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or most
 
 
-def new_blocks(args: EngineArgs, num_blocks: int) -> BlockManager:
-    """Who owns which block, and with a prefix cache which of them are known."""
+def new_blocks(args: EngineArgs, runner: ModelRunner, others: list[KVPool]) -> BlockManager:
+    """Who owns which block, and with a prefix cache which of them are known. others: pools whose
+    blocks have the same numbers.
+    """
+    config, moved = runner.model.config, (args.kv_offloading_size, args.kv_transfer_config)
+    if moved != (None, None) or config.state is not None or runner.groups is not None:
+        from reference.features.block_managers import feature_blocks
+
+        return feature_blocks(args, runner, others, new_cache(args))
     if args.enable_prefix_caching is False:
-        return BlockManager(num_blocks, args.block_size)
-    return CachingBlockManager(num_blocks, args.block_size, new_cache(args))
+        return BlockManager(runner.pool.num_blocks, args.block_size)
+    return CachingBlockManager(runner.pool.num_blocks, args.block_size, new_cache(args))
 
 
 def new_cache(args: EngineArgs) -> HashBlocks:
@@ -200,16 +205,19 @@ def new_runner(
     adapters: Adapters | None = None,
     taps: tuple[int, ...] = (),
     tree: Tree | None = None,
+    groups: WindowGroups | None = None,
 ) -> ModelRunner:
     """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs. taps: where a
-    draft reads it; tree: what its sequences run while they decode, None: one token, or a chain.
+    draft reads it; tree: what its sequences run while they decode, None: one token, or a chain;
+    groups: of its layers, None: one.
     """
     size, rung = (num_blocks, args.block_size, max_model_len), None
     if args.batch_invariant:
         from reference.features.batch_invariant import invariant
 
         model, rung = invariant(model, args)
-    runner = ModelRunner(model, *size, args.kv_cache_dtype, adapters, tree is not None, rung)
+    how = args.kv_cache_dtype, adapters, tree is not None, rung, groups
+    runner = ModelRunner(model, *size, *how)
     runner.taps = taps
     if model.config.state is not None:
         from reference.features.states.room import hold_states
@@ -217,14 +225,17 @@ def new_runner(
         hold_states(runner, args)
     # Captured steps with drafts have no room for the slots of adapters.
     has_room = adapters is None or args.speculative_config is None
-    if has_room and replays(args, model, tree):
+    # And a graph of trees has one table, so trees over groups of layers run eagerly.
+    if has_room and (tree is None or groups is None) and replays(args, model, tree):
         from lessons.l11_cuda_graphs.optimized import CudaGraphs, batch_buckets
 
         # because every sequence that decodes owns a block
         places = min(args.max_num_seqs, num_blocks)
-        graphs, buckets = CudaGraphs(model.device), batch_buckets(places * args.rows_each)
+        # The states of drafted tokens follow each other, so such steps are not captured.
+        rows_each = args.rows_each if model.config.state is None else 1
+        graphs, buckets = CudaGraphs(model.device), batch_buckets(places * rows_each)
         if tree is None:
-            runner.capture(graphs, buckets, args.rows_each)
+            runner.capture(graphs, buckets, rows_each)
         else:
             runner.capture_trees(graphs, buckets, most_nodes=len(tree), most_sequences=places)
     return runner
@@ -232,15 +243,16 @@ def new_runner(
 
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
-    and so do states, and experts that cannot be grouped, because Python asks their router which
-    ones to run. So do quantized latents, and trees over a quantized cache, because no kernel reads
-    them: they become numbers first.
+    and so do experts that cannot be grouped, because Python asks their router which ones to run. So
+    do quantized latents, and trees over a quantized cache, because no kernel reads them: they
+    become numbers first. And states in float64, which have no kernels.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False
     from lessons.l11_cuda_graphs.optimized import can_be_captured
 
     is_read = args.kv_cache_dtype == "auto" or (model.config.mla is None and tree is None)
+    is_read &= model.config.state is None or model.dtype.itemsize <= 4
     return is_read and can_be_captured(model)
 
 
@@ -266,11 +278,9 @@ def new_scheduler(
 
         limits |= dict(may_join=at_most(args.max_loras))
     if args.preemption_mode == "swap":
-        from lessons.l15_chunked_prefill.swap import Host
+        from reference.features.swap import new_host
 
-        block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
-        host_blocks = int(args.swap_space * 2**30 // block_bytes)
-        limits |= dict(host=Host(runner.new_swap(blocks, others), host_blocks))
+        limits |= dict(host=new_host(args, runner, blocks, others))
     elif args.kv_offloading_size is not None:
         from reference.features.offload import elsewhere
 

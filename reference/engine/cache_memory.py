@@ -4,8 +4,12 @@ Source: which step is measured, and that its peak is kept free: vLLM, gpu_worker
 determine_available_memory.
 """
 
+from __future__ import annotations
+
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +18,9 @@ from lessons.l12_paged_kv.runner import step_batch
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from lessons.toolbox.model.window_groups import WindowGroups
 
 CPU_CACHE_BYTES = 2**30
 
@@ -24,28 +31,39 @@ def blocks_that_fit(
     max_model_len: int,
     draft: ModelConfig | None = None,
     new_runner: Callable[..., ModelRunner] = ModelRunner,
+    groups: WindowGroups | None = None,
 ) -> int:
     """As many blocks as were asked for, or as memory holds, but no more than max_num_seqs of the
     longest sequences can fill. draft: the shape of what has K and V in blocks of the same numbers.
-    new_runner: makes what runs the model, of ModelRunner's arguments. Of a model that is a stage of
-    a pipeline its layers count. Raises ValueError if memory does not hold one such sequence.
+    new_runner: makes what runs the model, of ModelRunner's arguments. groups: of the layers, each
+    with blocks of its own. Of a model that is a stage of a pipeline its layers count. Raises
+    ValueError if memory does not hold one such sequence.
     """
     if args.num_gpu_blocks_override:
         return args.num_gpu_blocks_override
-    configs = [model.config] if draft is None else [model.config, draft]
-    itemsize = model.dtype.itemsize
-    block_bytes = args.block_size * sum(
-        bytes_per_token(config, args.kv_cache_dtype, itemsize) for config in configs
-    )
+    per_token = partial(bytes_per_token, kv_cache_dtype=args.kv_cache_dtype)
+    itemsize, in_block = model.dtype.itemsize, len(model.stage_layers)
+    if groups is not None:
+        in_block = groups.layers_each
     # a layer is as large as another
-    block_bytes = block_bytes * len(model.stage_layers) // len(model.layers)
+    block_bytes = per_token(model.config, itemsize=itemsize) * in_block // len(model.layers)
+    if draft is not None:
+        block_bytes += per_token(draft, itemsize=itemsize)
+    block_bytes *= args.block_size
     memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len, new_runner)
     num_blocks = max(0, int(memory // block_bytes))
-    longest = -(-max_model_len // args.block_size)
+
+    def needed(tokens: int) -> int:
+        if groups is None:
+            return -(-tokens // args.block_size)
+        return groups.most_pages(tokens, args.block_size, args.max_num_batched_tokens)
+
+    longest = needed(max_model_len)
     if num_blocks < longest:
+        fits = bisect_right(range(1, max_model_len), num_blocks, key=needed)
         raise ValueError(
             f"max_model_len: got {max_model_len}; accepted: at most "
-            f"{num_blocks * args.block_size}, the tokens that {memory / 1e6:.1f} MB of cache hold, "
+            f"{fits}, the tokens that {memory / 1e6:.1f} MB of cache hold, "
             "or more memory for it (kv_cache_memory_bytes, gpu_memory_utilization nearer to 1, a "
             "smaller max_num_batched_tokens)"
         )

@@ -28,10 +28,11 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *KV_FORMATS),
+    "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
-    enable_expert_parallel"""
+    enable_expert_parallel disable_hybrid_kv_cache_manager"""
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -75,6 +76,7 @@ class EngineArgs:
     kv_events_config: whether the server tells routers which blocks it has, a dict of vLLM's keys.
     scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
     enable_prefix_caching: None: yes, but for a model with states.
+    disable_hybrid_kv_cache_manager: layers with a window keep the K and V of all tokens, too.
     async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
     environment, VLLM_BATCH_INVARIANT=1.
@@ -82,6 +84,7 @@ class EngineArgs:
     fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
     checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
     "int4", with a scale for each token and KV head; vLLM's longer names of these are read too.
+    mamba_block_size: tokens between kept states, None: 64; mamba_ssm_cache_dtype: of all states.
     speculative_config: who drafts tokens and how many, a dict of vLLM's keys. limit_mm_per_prompt:
     {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb: GiB of the rows that
     the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most
@@ -116,6 +119,7 @@ class EngineArgs:
     kv_transfer_config: "KVTransferConfig | dict | str | None" = None
     kv_events_config: "KVEventsConfig | dict | None" = None
     enable_prefix_caching: bool | None = None
+    disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
     batch_invariant: bool = False
@@ -124,6 +128,8 @@ class EngineArgs:
     quantization: str | None = None
     speculative_config: "SpeculativeConfig | dict | None" = None
     kv_cache_dtype: str = "auto"
+    mamba_block_size: int | None = None
+    mamba_ssm_cache_dtype: str = "auto"
     limit_mm_per_prompt: dict[str, int] | str | None = None
     mm_processor_cache_gb: float = 0.25
     enable_lora: bool = False
@@ -143,6 +149,7 @@ class EngineArgs:
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
             "max_cpu_loras",
+            "mamba_block_size",
             optional=True,
         )
         check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)

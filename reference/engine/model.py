@@ -21,6 +21,7 @@ from lessons.toolbox.measure.device import default_device, default_dtype
 from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.placement import read_device, read_dtype
 from reference.checkpoints.any_checkpoint import load_any, load_any_tokenizer, stored_method
+from reference.engine.packed import has_own_product
 
 
 def load_model(
@@ -75,12 +76,18 @@ def load_quantized(
 
 
 def finished(model: Decoder, device: torch.device) -> Decoder:
-    """A loaded model as the engine runs it: on a GPU fused, its experts grouped."""
+    """A loaded model as the engine runs it: on a GPU fused, its experts grouped, and few rows of
+    4-bit matrices multiplied by tensor cores.
+    """
     if device.type != "cuda":
         return model
     from lessons.l23_experts.grouped import grouped
 
     model = grouped(fused(model))
+    if any(map(has_own_product, model.modules())):
+        from lessons.l18_weight_quantization.kernels.few_rows import with_tensor_cores
+
+        model = with_tensor_cores(model)
     if model.config.moe is None or model.config.quantization_config is None:
         return model
     from reference.weights.experts import with_grouped_codes, with_grouped_fp8

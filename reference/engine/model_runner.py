@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l03_kv_cache.batch import Batch
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
@@ -27,6 +29,7 @@ from reference.engine.packed import packed
 if TYPE_CHECKING:  # features are imported where one is asked for
     from lessons.l12_paged_kv.more.swap import HostSwap
     from lessons.l17_tree_speculation.trees.tree import Tree
+    from lessons.toolbox.model.window_groups import WindowGroups
     from reference.features.decode_graphs import Chunks, DecodeGraphs
     from reference.features.kv_transfer.layers import LayerByLayer
     from reference.features.lora import Adapters
@@ -38,7 +41,8 @@ class ModelRunner:
     with lesson 12's kernels on a GPU and its PyTorch operations on a CPU. kv_cache_dtype: "auto",
     or a format of lesson 19. adapters: None for a model without slots for them. runs_trees: whether
     sequences may run the nodes of a tree. rung: of a model that a feature has prepared for it; None
-    prepares the model for the usual one.
+    prepares the model for the usual one. groups: of its layers, each with blocks of its own; None:
+    a block holds all layers.
     """
 
     def __init__(
@@ -51,10 +55,16 @@ class ModelRunner:
         adapters: Adapters | None = None,
         runs_trees: bool = False,
         rung: Rung | None = None,
+        groups: WindowGroups | None = None,
     ):
         self.adapters = adapters
         self.model = model if rung else packed(paged_rung_of(model).prepare(model))
         rung = rung or rung_of(self.model, kv_cache_dtype, runs_trees)
+        self.groups = groups
+        if groups is not None:
+            from reference.features.windows.pool import rung_in_groups
+
+            rung = rung_in_groups(rung, groups)
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
@@ -71,8 +81,12 @@ class ModelRunner:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
         from reference.features.decode_graphs import DecodeGraphs
 
-        what = self.model, self.pool, graphs, buckets, self.max_model_len
-        self.captured = DecodeGraphs(*what, most_each, self.adapters, self.taps)
+        kind, what = DecodeGraphs, (self.model, self.pool, graphs, buckets, self.max_model_len)
+        if self.groups is not None:
+            from reference.features.windows.graphs import GroupGraphs as kind
+        if self.model.config.state is not None:
+            from reference.features.states.graphs import StateGraphs as kind
+        self.captured = kind(*what, most_each, self.adapters, self.taps)
 
     def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:
         """The same for steps in which sequences run trees. Arguments: TreeGraphs."""
@@ -113,6 +127,25 @@ class ModelRunner:
         if self.captured is not None and is_plain and self.captured.fits(chunks):
             hidden, self.features = self.captured(chunks, tables, row_slots, trees, self.late)
             return hidden
+        if self.groups is None:
+            batch = self.batch_over(chunks, tables, trees)
+        else:
+            from reference.features.windows.pool import batch_in_groups
+
+            over = partial(self.batch_over, trees=trees)
+            batch = batch_in_groups(over, chunks, tables, self.pool.block_size)
+        if self.late is not None:
+            self.late(batch.tokens)
+        attend = self.pool.attending(batch)
+        if self.layers is not None:
+            attend = self.layers.told(attend)
+        with self.adapters_over(row_slots):
+            return self.forward(batch.tokens, attend)
+
+    def batch_over(
+        self, chunks: Chunks, tables: list[list[int]], trees: Sequence[Tree | None]
+    ) -> Batch:
+        """The step over these blocks of each sequence. Arguments as in `run`."""
         batch = self.new_batch(self.pool, chunks, tables)
         if self.model.config.state is not None:
             from reference.features.states.pool import with_slots
@@ -122,13 +155,7 @@ class ModelRunner:
             from lessons.l17_tree_speculation.runner import with_trees
 
             batch = with_trees(batch, trees, self.pool)
-        if self.late is not None:
-            self.late(batch.tokens)
-        attend = self.pool.attending(batch)
-        if self.layers is not None:
-            attend = self.layers.told(attend)
-        with self.adapters_over(row_slots):
-            return self.forward(batch.tokens, attend)
+        return batch
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """The model itself. tokens: [T] -> hidden: [T, hidden_size]."""

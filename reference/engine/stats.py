@@ -6,25 +6,34 @@ Source: vLLM, vllm/v1/metrics/stats.py.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from reference.engine.engine import Engine
 from reference.engine.request import EngineRequest
 
+if TYPE_CHECKING:
+    from reference.features.states.snapshots import SnapshotCounts
+
 
 @dataclass(frozen=True)
 class EngineStats:
     """The engine between two steps. num_waiting: those that were preempted, too. kv_cache_usage:
-    the share of blocks that a sequence owns, 0 to 1. All that follow are totals since the engine
-    began; prefix_cache_*: tokens of prompts; external_*: those that the pool did not know, and that
-    came from host memory or files. num_refused: turned away by admission; num_timeouts:
-    dropped because their time was over; num_aborted: their reader had gone.
+    the share of blocks that a sequence owns, 0 to 1. blocks_by_group: of an engine whose layers are
+    in groups, {"full" or "window 1024": blocks of such groups that a sequence owns}. All that
+    follow are totals since the engine began; blocks_given_back: that were behind a window;
+    prefix_cache_*: tokens of prompts; external_*: those that the pool did not know, and that came
+    from host memory or files; num_refused: turned away by admission; num_timeouts: dropped because
+    their time was over; num_aborted: their reader had gone; snapshots: of states, None where none
+    are kept.
     """
 
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    blocks_by_group: dict[str, int] = field(default_factory=dict)
+    blocks_given_back: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -35,6 +44,7 @@ class EngineStats:
     num_refused: int = 0
     num_timeouts: int = 0
     num_aborted: int = 0
+    snapshots: "SnapshotCounts | None" = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,16 @@ class StatsCounter:
             external_prefix_cache_queries=sum(scheduler.host.asked for scheduler in schedulers),
             external_prefix_cache_hits=sum(scheduler.host.found for scheduler in schedulers),
         )
-        return EngineStats(running, waiting, used, **far, **self.totals)
+        by_group: dict[str, int] = {}
+        given_back = 0
+        for scheduler in schedulers:
+            if (owned := getattr(scheduler.blocks, "owned_by_kind", None)) is not None:
+                by_group = {kind: by_group.get(kind, 0) + n for kind, n in owned.items()}
+                given_back += scheduler.blocks.given_back
+        far |= dict(blocks_by_group=by_group, blocks_given_back=given_back)
+        snapshots = getattr(schedulers[0].blocks, "snapshots", None)
+        counts = None if snapshots is None else replace(snapshots.counts)
+        return EngineStats(running, waiting, used, **far, **self.totals, snapshots=counts)
 
     def count(self, touched: list[EngineRequest]) -> IterationStats:
         """Count a step, and tell the observers. touched: who got a token in it."""

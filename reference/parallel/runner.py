@@ -186,6 +186,7 @@ class DistributedRunner:
         self.held = held
         self.num_steps = 0
         self.adapters: Adapters | None = None
+        self.groups = None  # each process holds its own share of a block
         self.late: Callable[[Tensor], None] | None = None  # as in ModelRunner
 
     def __call__(self, step: Step, tables: dict[int, list[int]]) -> RemoteHidden:

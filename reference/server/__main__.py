@@ -9,7 +9,7 @@
 # Nothing slow is imported here: it takes seconds, and Ctrl-C may come meanwhile.
 import sys
 
-from lessons.toolbox.command import run_command
+from lessons.toolbox.command import run_command, typed
 
 
 def serve(arguments: list[str], prog: str) -> int:
@@ -43,20 +43,10 @@ def use_exercises(impl: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """python -m reference.server; every mistake is one line."""
+    """python -m reference.server, or inference-ladder serve; every mistake is one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return run_command("reference.server", lambda: serve(arguments, "python -m reference.server"))
-
-
-def console(arguments: list[str] | None = None) -> int:
-    """inference-ladder serve MODEL."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] != "serve":
-        got = repr(arguments[0]) if arguments else "no command"
-        print(f"inference-ladder: got {got}; accepted: serve", file=sys.stderr)
-        return 2
-    name = "inference-ladder serve"
-    return run_command(name, lambda: serve(arguments[1:], name))
+    name = typed("python -m reference.server")
+    return run_command(name.removeprefix("python -m "), lambda: serve(arguments, name))
 
 
 if __name__ == "__main__":

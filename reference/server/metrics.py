@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from reference.engine.async_engine import AsyncLLMEngine
 from reference.engine.process.client import AsyncProcessEngine
-from reference.engine.stats import IterationStats
+from reference.engine.stats import EngineStats, IterationStats
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
           10.0,
@@ -131,6 +131,20 @@ class EngineCollector:
                 metric = family(f"vllm:{name}", what, labels=LABELS)
                 metric.add_metric(self.labels, getattr(stats, key, 0))
                 yield metric
+        if stats.blocks_by_group:
+            yield from self.by_group(stats)
+
+    def by_group(self, stats: EngineStats) -> Iterator[Metric]:
+        """Of an engine whose layers are in groups. vLLM has no such metric."""
+        what = "Blocks that a sequence owns, by how far back their layers look."
+        owned = GaugeMetricFamily("engine_kv_cache_blocks", what, labels=[*LABELS, "group"])
+        for group, count in stats.blocks_by_group.items():
+            owned.add_metric([*self.labels, group], count)
+        yield owned
+        what = "Blocks that were behind a window."
+        back = CounterMetricFamily("engine_kv_cache_blocks_given_back", what, labels=LABELS)
+        back.add_metric(self.labels, stats.blocks_given_back)
+        yield back
 
 
 class Counted:

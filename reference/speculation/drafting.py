@@ -140,6 +140,9 @@ def new_proposer(args: EngineArgs, drafter: Drafter, runner: ModelRunner, new_ru
     if config.method in HEADS:
         room = pool.num_blocks, pool.block_size, runner.max_model_len
         return EagleProposer(drafter, runner.model, choice, *room, args.kv_cache_dtype)
+    if drafter.config.state is not None:
+        accepted = "one whose layers all attend, because a draft's own states would have to go back"
+        refuse("speculative_config model", config.model or drafter.config.model_type, accepted)
     # Behind the draft's own context the target decodes plainly.
     context = min(runner.max_model_len, drafter.config.max_position_embeddings)
     if isinstance(drafter, ParallelDraft):

@@ -4,6 +4,10 @@ Read it beside engine.py's `run`. `draft` is called before the pass, `verify` in
 sampler, and `keep` before the scheduler counts what has run.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from lessons.l12_paged_kv.runner import copy_blocks
@@ -15,6 +19,9 @@ from reference.engine.request import EngineSequence, ends
 from reference.speculation.lookahead import LookaheadScheduler, look_ahead
 from reference.speculation.protocol import NO_DRAFT, Draft, Ran
 from reference.speculation.verification import Verified, Verifier
+
+if TYPE_CHECKING:  # few models keep states
+    from reference.features.states.drafted import DraftedStates
 
 
 class Speculation:
@@ -34,6 +41,7 @@ class Speculation:
         self.drafts: dict[EngineSequence, Draft] = {}
         self.verified: dict[EngineSequence, Verified] = {}
         self.in_step: dict[int, tuple[int, int]] = {}
+        self.states: DraftedStates | None = None  # of a model that keeps them
 
     def draft(self, step: Step) -> None:
         """Fill the places of the step with drafted tokens; places for which there are none go."""
@@ -55,6 +63,8 @@ class Speculation:
             Chunk(sequence, sequence.to_compute if sequence in self.drafts else count)
             for sequence, count in step.chunks
         ]
+        if self.states is not None:
+            self.states.set_aside([s for s, draft in self.drafts.items() if draft.tokens])
 
     def verify(self, logits: Tensor, sequences: list[EngineSequence]) -> list[Verified]:
         """What each sequence emits. logits: [R, V], which are changed: a row for its newest token
@@ -73,21 +83,25 @@ class Speculation:
         the next step writes over it.
         """
         self.tell()
-        ran, moves = [], []
+        ran, moves, outcomes = [], [], []
         for at, (last, (sequence, count)) in enumerate(ends(step)):
             first_row, held = last + 1 - count, sequence.computed
             rows = range(first_row, last + 1)
             if sequence in self.drafts:
+                if self.drafts[sequence].tokens:
+                    outcomes.append((sequence, count, self.got(sequence)))
                 count = self.got(sequence)
                 path = list(self.verified[sequence].path[:count])
                 rows = [first_row + node for node in path]
                 step.chunks[at] = Chunk(sequence, count)
-                moves += path_moves(
-                    path, held, self.blocks.tables[sequence.row], self.blocks.block_size
-                )
+                table, size = self.blocks.tables[sequence.row], self.blocks.block_size
+                for pages in getattr(table, "groups", [table]):  # of each group of layers
+                    moves += path_moves(path, held, pages, size)
             ran.append(Ran(sequence, held, count, rows))
         if moves:
             compact(self.runner.pool, moves)
+        if self.states is not None:
+            self.states.restore(outcomes)
         # Before the scheduler tells the prefix cache of full blocks: they are full of the
         # proposer's K and V, too, or of none.
         self.proposer.observe(ran, self.runner.features, self.blocks.tables)

@@ -71,6 +71,11 @@ class SpeculativeConfig:
     enable_adaptive_verification: bool = False
     parallel_drafting: bool = False
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether what drafts has K and V of its own, in blocks with the numbers of the target's."""
+        return self.method in (DRAFT, EAGLE, MTP)
+
     @classmethod
     def read(cls, given, target: str | None = None) -> "SpeculativeConfig | None":
         """From a dict of vLLM's keys; None stays None. target: a name or path, whose own checkpoint

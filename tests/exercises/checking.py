@@ -216,6 +216,18 @@ def assert_equal(
     comparing.pop()
 
 
+def assert_entries(
+    got: Sequence, want: Sequence, labels: Sequence[str], *, atol: float = 0.0, rtol: float = 0.0
+) -> None:
+    """Each entry of a result against its own of `want`, by its label; a hint may see the whole, as
+    where the entries are right and in another order.
+    """
+    comparing.append((got, want))
+    for label, mine, right in zip(labels, got, want):
+        assert_equal(mine, right, atol=atol, rtol=rtol, label=label)
+    comparing.pop()
+
+
 def _assert_same(got: Any, want: Any, *, atol, rtol, dtype, label) -> None:
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
         kind, right = ("tuple" if isinstance(x, tuple) else "list" for x in (got, want))

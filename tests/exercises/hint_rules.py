@@ -28,11 +28,28 @@ BROKEN_RULES = (
         "let one operation do all of them: broadcast, gather, a cumulative sum, or a formula",
     ),
     (
+        r"uses `(?:import )?(np|numpy|torch|math)\b.*no compiler knows",
+        "`{1}` is Python's: a kernel computes with `tl`, as in tl.sum, tl.exp and tl.dot",
+    ),
+    (
+        r"uses `\.(\w+)`, which no compiler knows",
+        "`.{1}` is there in the interpreter alone: use tl.load, tl.store and what tl computes",
+    ),
+    (
+        r"uses `(.+)`, which no compiler knows",
+        "if `{1}` is a number, give it as an argument or make it tl.constexpr; if it is a function, "
+        "it needs @triton.jit",
+    ),
+    (
+        r"leaves out \d+ of \d+ elements of",
+        "which program is to load these, and does the mask let them through?",
+    ),
+    (
         r"loads elements of `?(\w+)`? 0 times",
         "nothing of `{1}` is loaded by a kernel: in the wrapper only allocate, view and launch",
     ),
     (
-        r"no kernel stored|the kernel has to compute it|were changed after the kernel's launch|"
+        r"no kernel stored|the kernel has to compute (?:it|them)|were changed after the kernel's launch|"
         r"no kernel loads",
         "in the wrapper only allocate, view and launch; the numbers are for the kernel to compute",
     ),
@@ -94,6 +111,24 @@ BROKEN_RULES = (
         "a sign or a stride wrong?",
     ),
     (
+        r"(loads|changes) \d+ elements? outside",
+        "compare each part of that line's index with the size of its dimension: which rows and "
+        "columns are not there? Its mask has to leave them out",
+    ),
+    (
+        r"loads elements of `?(\w+)`? \d+ times",
+        "which line, or which two programs, load the same place of `{1}`? Each program has a part "
+        "of its own",
+    ),
+    (
+        r"sorts: find the threshold by its bits",
+        "to sort is to know more than is asked for: how many scores are at or above a number?",
+    ),
+    (
+        r"launches \d+ kernels, and one is enough",
+        "a dimension of the grid can count what you loop over: tl.program_id is the number in it",
+    ),
+    (
         r"stores nothing|no program stores",
         "which program is to write these, and does its mask let them through?",
     ),
@@ -101,6 +136,14 @@ BROKEN_RULES = (
         r"your (\w+) says .*; name (\w+)",
         "the message of a refusal names the argument: write `{2}` into it, with what it got and "
         "what is accepted",
+    ),
+    (
+        r"[^:]*: your function [^:]*; raise (\w+) that names (\w+)",
+        "test the arguments first, and raise {1} with `{2}` in its message before you compute",
+    ),
+    (
+        r"^calls_are_few_and_small|\d+ calls, expected \d+ at most",
+        "which cases find nothing that another one does not find? Small sizes show the same",
     ),
     (
         r"your function raises \w+: .*; raise (\w+)",
@@ -134,7 +177,8 @@ BROKEN_RULES = (
     ),
     (
         r"is a `return` missing|returned NoneType",
-        "None came back: is there a path through your function that ends without `return`?",
+        "None came back: does a path through your function end without `return`, or is there an "
+        "answer where you say that there is none?",
     ),
     (
         r"\(\w+, expected NoneType\)",

@@ -58,11 +58,20 @@ def assert_loads_once(film: Film | None, x: Tensor, name: str) -> None:
     """Every element of x: [...] is loaded by exactly one program, once."""
     if film is None:
         return
-    counts = sum(access.elements(x) for access in film.accesses if access.kind == "load")
-    most = int(counts.max())
-    assert (counts == 1).all(), (
-        f"your kernel loads elements of {name} {most} times, expected once"
-        f"{_picture(film, {name: x}, film.programs()[0])}"
+    counts = torch.zeros(x.shape, dtype=torch.int64)
+    for access in film.accesses:
+        if access.kind == "load":
+            counts += access.elements(x)
+    if (counts == 1).all():
+        return
+    picture = _picture(film, {name: x}, film.programs()[0])
+    left_out, most = int((counts == 0).sum()), int(counts.max())
+    assert not left_out, (
+        f"your kernel leaves out {left_out} of {x.numel()} elements of {name}, expected each to be "
+        f"loaded once{picture}"
+    )
+    raise AssertionError(
+        f"your kernel loads elements of {name} {most} times, expected once{picture}"
     )
 
 

@@ -4,7 +4,7 @@
 
 Values cannot tell, because PyTorch's are as right. So here the wrapper may only allocate, fill and
 view tensors that hold numbers; a kernel has to load each input and to store each element of the
-result, and after its launch nobody may change one. Every exercise with a kernel has this check, and
+result, by what a compiler knows, and after its launch nobody may change one. Every exercise with a kernel has this check, and
 attacks (wrong/attacks.py) show that it rejects what it is for. Its programs run in two orders, too.
 """
 
@@ -26,8 +26,10 @@ from lessons.toolbox.kernels.film import Access, Film
 from lessons.toolbox.kernels.order import program_order
 from lessons.toolbox.measure.device import has_gpu, has_triton, interpreting
 from tests.exercises.checking import alike, check, note, unspoiled
+from tests.exercises.kernel_names import assert_compilable
 
 Tensors = dict[str, Tensor]
+READS = ("numpy", "tolist", "__array__")  # how numbers leave PyTorch without an operation
 
 
 def kernel_does_it(
@@ -99,6 +101,8 @@ def watched(may: tuple[str, ...] = ()) -> Iterator["Watch"]:
             from triton.runtime.interpreter import GridExecutor
 
             stack.enter_context(watch.after_launches(GridExecutor, "__call__", alone))
+            for name in READS:
+                stack.enter_context(alone.refusing(name))
         stack.enter_context(watch.after_launches(CudaKernel, "launch", alone))
         stack.enter_context(alone)
         yield watch
@@ -120,7 +124,10 @@ class Watch:
         def launch(this, *args, **options):
             with alone.at_rest():
                 original(this, *args, **options)
-            for x in tree_leaves((args, options)):
+            leaves = tree_leaves((args, options))
+            if hasattr(this, "fn"):  # of Triton; CUDA C++ went through a compiler
+                assert_compilable(this.fn, leaves)
+            for x in leaves:
                 if isinstance(x, Tensor) and x.device.type == "cpu":
                     self.given.append(x)
                     self.after[x.untyped_storage().data_ptr()] = bytes_of(
@@ -163,6 +170,11 @@ class Watch:
         assert counts.any(), (
             f"no kernel loads anything of `{name}`. The kernel has to read its inputs itself"
         )
+        left_out = int((counts == 0).sum())
+        assert not once or not left_out, (
+            f"your kernel leaves out {left_out} of {x.numel()} elements of `{name}`: it has to load "
+            "each one"
+        )
         # Compiled, a block of fewer values than threads is loaded by several threads at once.
         assert not once or not interpreting() or bool((counts == 1).all()), (
             f"your kernel loads elements of `{name}` {int(counts.max())} times; once is enough: "
@@ -196,6 +208,18 @@ class KernelAlone(TorchDispatchMode):
                 f"your answer calls PyTorch's `{name}`: the kernel has to compute it"
             )
         return func(*args, **(kwargs or {}))
+
+    def refusing(self, name: str):
+        """Within it a method of tensors gives no floats away."""
+        original = getattr(Tensor, name)
+
+        def read(x: Tensor, *args, **options):
+            assert self._resting or not x.is_floating_point(), (
+                f"your answer reads numbers by a tensor's `{name}`: the kernel has to compute them"
+            )
+            return original(x, *args, **options)
+
+        return mock.patch.object(Tensor, name, read)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

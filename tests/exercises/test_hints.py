@@ -7,7 +7,7 @@ import torch
 
 from lessons.toolbox.exercises.exercise import all_exercises
 from lessons.toolbox.exercises.parts import hints_of
-from tests.exercises.checking import assert_equal, check, compare
+from tests.exercises.checking import assert_entries, assert_equal, check, compare, comparing
 from tests.exercises.hint_rules import hint_of_exception, hint_of_message, hint_of_refusal
 from tests.exercises.hinting import FIRST, all_hints
 from tests.exercises.hints import hint_of_failure
@@ -187,7 +187,7 @@ def outcome(tmp_path, body, checks=None):
         ("return torch.cat([x, x.T])", "same shape, but for the dimension"),
         ("return x.masked_fill(0, x > 1)", "PyTorch refuses what `masked_fill`"),
         ("x[:] = 0; return x", "put the result into a new tensor"),
-        ("pass", "ends without `return`"),
+        ("pass", "end without `return`"),
         ("return x.double()", "Convert the result at the end: .to(torch.float32)"),
     ],
 )
@@ -207,6 +207,39 @@ def test_a_refusal_of_ones_own_is_no_refusal_of_the_course():
 def test_a_kernel_that_loads_nothing_is_not_told_to_load_less():
     said = hint_of_message("gemv[one_group]: your kernel loads elements of packed 0 times")
     assert said.startswith("nothing of `packed` is loaded by a kernel")
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        ("your kernel `k` uses `np`, which no compiler knows, so", "`np` is Python's"),
+        ("your kernel `k` uses `import numpy`, which no compiler knows", "`numpy` is Python's"),
+        ("your kernel `k` uses `.handle`, which no compiler knows", "`.handle` is there in the"),
+        ("your kernel `k` uses `SHIFT`, which no compiler knows", "make it tl.constexpr"),
+        ("your answer reads numbers by a tensor's `numpy`: the kernel has to compute them", "only"),
+        ("your kernel leaves out 5 of 20 elements of x, expected each", "which program is to load"),
+        ("program 0 loads 7 elements outside the tensors", "which rows and columns are not there"),
+        ("your kernel loads elements of `x` 2 times; once is enough", "load the same place of `x`"),
+        ("nothing_is_sorted: sorted sorts: find the threshold by its bits", "at or above a number"),
+        ("your function launches 3 kernels, and one is enough", "tl.program_id is the number"),
+        (
+            "refuses[3]: your function gave 4 heads to 3 ranks; raise ValueError that names size",
+            "raise ValueError with `size` in its message",
+        ),
+        ("calls_are_few_and_small: 30 calls, expected 20 at most", "find nothing that another"),
+    ],
+)
+def test_a_rule_that_is_broken_is_explained(message, said):
+    assert said in hint_of_message(message)
+
+
+def test_right_entries_in_another_order_are_seen_where_each_has_a_label():
+    comparing.clear()
+    with pytest.raises(AssertionError, match="the bytes is 3, expected 240"):
+        assert_entries((320, 3, 240), (320, 240, 3), ("all", "the bytes", "the sequences"))
+    said = hint_of_failure("", list(comparing), {})
+    assert said == "the right entries in another order, from entry 1 on"
+    comparing.clear()
 
 
 def test_a_bare_index_error_names_all_that_is_needed(tmp_path):

@@ -405,6 +405,19 @@ def test_the_batch_does_not_show(impl, case, seed):
 
 
 @check("10.4")
+def test_splits_begin_where_the_window_begins(impl, seed):
+    """A window of split_size keys is one split, also from key 4 on."""
+    first, later = (
+        decode_inputs(seed, lengths=(n,), heads=1, kv_heads=1, window=8) for n in (8, 12)
+    )
+    assert_same_work(
+        "for a window of one split that begins at key 4, not at key 0",
+        lambda: impl(**first),
+        lambda: impl(**later),
+    )
+
+
+@check("10.4")
 def test_no_more_than_a_split_at_once(impl, seed):
     """One sequence of 40 keys, 2 heads of size 4, split_size 8: the scores of a split are 2 · 8,
     those of all keys 2 · 40.

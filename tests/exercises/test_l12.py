@@ -3,14 +3,25 @@
 """
 
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from lessons.l02_naive_attention.naive import attention
+from lessons.l03_kv_cache.lab.testing import far_apart
 from lessons.l12_paged_kv.blocks import OutOfBlocks
 from lessons.l12_paged_kv.lab.histories import random_history
-from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
+from tests.exercises.checking import (
+    assert_entries,
+    assert_equal,
+    assert_largest_tensor,
+    call,
+    check,
+    compare,
+    note,
+)
 from tests.exercises.kernel_work import kernel_does_it
 
 # ---------------------------------------------------------------- 12.1 predict
@@ -60,8 +71,7 @@ def test_plan(impl, case, seed):
         "how many longest sequences fit at once",
         "the bytes of the pool",
     )
-    for label, mine, right in zip(labels, got, want):
-        assert_equal(mine, right, atol=1e-12, label=label)
+    assert_entries(got, want, labels, atol=1e-12)
 
 
 # ---------------------------------------------------------------- 12.2 the block manager
@@ -247,6 +257,22 @@ def test_nothing_is_gathered(impl, seed):
     inputs |= dict(block_table=block_table, context_lens=torch.tensor([200], dtype=torch.int32))
     got = assert_largest_tensor(9 * 4 * 16, "read the pages where they are", impl, **inputs)
     assert_equal(got, by_gathering(**inputs), atol=2e-5, dtype=torch.float32)
+
+
+@check("12.3", {"far": "the third block is after value 2³¹ of the memory"}, seconds=30)
+def test_pages_far_apart(impl, case, seed):
+    """In sparse files, which take no more room than their values; the last block is in use."""
+    inputs = pages(seed, [3], 4, heads=(1, 1))
+    own, last = int(inputs["block_table"][0, 0]), len(inputs["k_cache"]) - 1
+    inputs["block_table"][0, 0] = last
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("k_cache", "v_cache"):
+            inputs[name][last] = inputs[name][own].clone()
+        want = by_gathering(**inputs)
+        for name in ("k_cache", "v_cache"):
+            inputs[name] = far_apart(inputs[name], 0, Path(folder) / name)
+        got = note(impl(**inputs))
+    assert_equal(got, want, atol=2e-5, dtype=torch.float32)
 
 
 test_the_kernel_does_it = kernel_does_it("12.3", lambda seed: pages(seed, [20, 3], 4))

@@ -258,8 +258,8 @@ def kept(cache, block_table, block_size, held, path, tokens, last, left, stop):
 def pass_of(
     draws: random.Random, left: int = 99, stops: str = "", contiguous: bool = False
 ) -> dict:
-    """Arguments of keep_path. stops: one token of the path, "several", or "elsewhere": the root's
-    and those of nodes that do not stay.
+    """Arguments of keep_path. stops: "one" token of the path, "several", "late": the one after
+    the path, or "elsewhere": the root's and those of nodes that do not stay.
     """
     block_size, held, nodes = draws.randint(1, 4), draws.randint(0, 9), draws.randint(3, 9)
     blocks = -(-(held + nodes) // block_size)
@@ -273,6 +273,7 @@ def pass_of(
     stop = {
         "one": {draws.choice(emitted)},
         "several": set(draws.sample(emitted, min(3, len(emitted)))),
+        "late": {last},
         "elsewhere": {tokens[node] for node in range(nodes) if node not in path[1:]},
     }
     generator = torch.Generator().manual_seed(draws.randrange(2**31))
@@ -295,6 +296,10 @@ PATH_CASES = {  # name: (options of pass_of, why)
     "nearly_done": (dict(left=2), "no sequence emits more than is left"),
     "stop": (dict(stops="one"), "nothing comes after a stop token"),
     "stops": (dict(stops="several", left=3), "whichever of them comes first"),
+    "stop_too_late": (
+        dict(stops="late", left=2),
+        "a pass that has emitted all that is left does not reach the stop token",
+    ),
     "stops_elsewhere": (
         dict(stops="elsewhere"),
         "the root was emitted before, and nodes that do not stay are not emitted",

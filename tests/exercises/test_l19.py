@@ -13,6 +13,7 @@ from lessons.l02_naive_attention.naive import attention
 from lessons.toolbox.kernels.triton_ import tl, triton
 from solutions.l19_kv_quantization import Pages
 from tests.exercises.checking import (
+    assert_entries,
     assert_equal,
     assert_largest_tensor,
     assert_same_work,
@@ -75,8 +76,7 @@ def test_plan(impl, case, seed):
     assert isinstance(got, tuple) and len(got) == 5, (
         f"your result is {got!r}, expected a tuple of five"
     )
-    for label, mine, right in zip(LABELS, got, want):
-        assert_equal(mine, right, rtol=1e-9, label=label)
+    assert_entries(got, want, LABELS, rtol=1e-9)
 
 
 # ---------------------------------------------------------------- 19.2 SmoothQuant
@@ -315,6 +315,10 @@ PAGE_CASES = {  # name: (options, why)
     "zeros": (
         dict(slots=(8, 9), loudness=(1, 2), zeros=True),
         "a channel and a head that are zero: scale 0, code 0, no NaN",
+    ),
+    "zeros_between": (
+        dict(slots=(8, 9, 10), loudness=(3, 0, 2)),
+        "a token of zeros after another one: K keeps its scale, V's is 0",
     ),
     "faint": (
         dict(slots=(8, 9, 10), loudness=(1e-12, 3e-12, 1e-12)),

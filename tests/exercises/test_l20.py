@@ -184,6 +184,15 @@ def with_ties(seed):
     return parts
 
 
+def nearly_equal(seed):
+    """The largest logit is the next float32 number after that of an earlier token."""
+    parts = drawn(seed, 3, 4, 12, spread=1.0)
+    parts[0][:, 1], larger = 8.0, 8.0 + 2**-20
+    for row, (rank, column) in enumerate(((2, 3), (0, 2), (1, 0), (2, 0))):
+        parts[rank][row, column] = larger
+    return parts
+
+
 def with_forbidden(seed, low=0.0):
     parts = drawn(seed, 3, 4, 12, low=low)
     parts[0][0] = parts[2][0] = -INF  # all tokens of two ranks
@@ -232,6 +241,7 @@ GREEDY_CASES = {  # name: (logits by seed, vocab_size, why)
         "the last rank has padding alone",
     ),
     "ties": (with_ties, 12, "of equals the lowest number"),
+    "nearly_equal": (nearly_equal, 12, "two logits that differ in their last bit are not equal"),
     "forbidden": (with_forbidden, 12, "−inf on all tokens of a rank"),
     "forbidden_and_quiet": (
         lambda seed: with_forbidden(seed, low=-200.0),

@@ -10,6 +10,7 @@ import torch
 
 from solutions.l21_multi_lora import LayerAdapter
 from tests.exercises.checking import (
+    assert_entries,
     assert_equal,
     assert_largest_tensor,
     call,
@@ -72,8 +73,7 @@ def test_plan(impl, case, seed):
     assert isinstance(got, tuple) and len(got) == 4, (
         f"your result is {got!r}, expected a tuple of four"
     )
-    for label, mine, right in zip(PLAN_LABELS, got, want):
-        assert_equal(mine, right, rtol=1e-9, label=label)
+    assert_entries(got, want, PLAN_LABELS, rtol=1e-9)
 
 
 # ---------------------------------------------------------------- 21.2 one matrix

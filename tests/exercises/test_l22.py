@@ -11,7 +11,7 @@ from statistics import quantiles
 from unittest.mock import patch
 
 from solutions.l22_serving import Shot, Wish
-from tests.exercises.checking import assert_equal, call, check, note
+from tests.exercises.checking import assert_entries, assert_equal, call, check, note
 
 # ---------------------------------------------------------------- 22.1 the report
 
@@ -118,8 +118,8 @@ def test_report(impl, case, seed):
     shots = make(seed)
     got = call(impl, dict(shots=shots, ttft_slo_s=ttft, e2el_slo_s=e2el))
     assert isinstance(got, tuple) and len(got) == 5, f"your result is {got!r}, expected a Report"
-    for label, mine, right in zip(REPORT_LABELS, got, reported(shots, ttft, e2el)):
-        assert_equal(mine, float(right), rtol=1e-9, label=label)
+    want = tuple(map(float, reported(shots, ttft, e2el)))
+    assert_entries(got, want, REPORT_LABELS, rtol=1e-9)
 
 
 # ---------------------------------------------------------------- 22.2 turns
@@ -255,6 +255,11 @@ TURN_CASES = {  # name: (requests by seed, weights, why)
         ],
         {},
         "who comes half a unit after a choice was not waiting then",
+    ),
+    "begins_at_a_half": (
+        lambda seed: [Wish(0.5, "ann", 2), Wish(1.0, "ann", 3), Wish(2.25, "bob", 3)],
+        {},
+        "who begins at half a unit ends at half a unit",
     ),
     "less_than_a_token": (
         lambda seed: at_once(*[("bob", 2)] * 4, *[("ann", 1)] * 8),
@@ -466,6 +471,24 @@ async def slow(stage):
     assert_equal((first, whole[-1]), (1, 12), label="the first and the last answer")
     rest = await one.within(rest_of(stream), "the slow reader's answer")
     assert_equal(rest, [9], label="what a reader gets who reads again")
+    one.no_slips()
+
+
+async def slow_and_not_at_the_end(stage):
+    one = stage({"slow": 90, "quick": 6})
+    stream = one.loop.stream("slow")
+    await one.within(stream.__anext__(), "the first answer")
+    await one.within(one.read("quick"), "a quick reader beside one who has stopped reading")
+    newest = len(one.engine.running["slow"])
+    for _ in range(4):  # what the engine gave can be where it belongs by then
+        await pause(0)
+    got = await one.within(stream.__anext__(), "the slow reader's answer")
+    note(got)
+    assert isinstance(got, int) and got >= newest, (
+        f"a reader who reads again gets answer {got}, and the newest was {newest}: "
+        "what it did not read is out of date"
+    )
+    await one.within(stream.aclose(), "closing a stream")
     one.no_slips()
 
 
@@ -719,6 +742,10 @@ async def told_by(stream):
 SCENES = {
     "quick": (quick, "quick readers see every answer"),
     "slow": (slow, "one reader stops reading for a while"),
+    "slow_and_not_at_the_end": (
+        slow_and_not_at_the_end,
+        "a reader stops reading, and goes on before its answer ends",
+    ),
     "closes": (closes, "a reader leaves after the first word"),
     "closes_with_an_answer_unread": (
         closes_with_an_answer_unread,

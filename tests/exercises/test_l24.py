@@ -46,6 +46,8 @@ LIST = {
     0: {byte: 1 for byte in b"0123456789"},
     1: {**{byte: 1 for byte in b"0123456789"}, ord(","): 0},
 }
+# three letters at most, so what a text ends with says nothing
+THREE = {at: {byte: at + 1 for byte in b"ab"} for at in range(3)} | {3: {}}
 WORD = {0: {ord("a"): 1}, 1: {ord("b"): 2}, 2: {}}
 
 
@@ -102,6 +104,12 @@ MASK_CASES = {  # name: (table, state, tokens by seed, why)
     "no_text": (DIGITS, "digits", lambda seed: [None, b"", b"5", None], "tokens without text"),
     "end": (WORD, 2, lambda seed: [b"a", b"b", b"ab"], "nothing fits any more"),
     "needs_more": (WORD, 0, lambda seed: [b"a", b"ab", b"abb"], "the text need not end there"),
+    "alike_ends": (
+        THREE,
+        0,
+        lambda seed: [b"ab", b"b", b"aab", b"aaab", b"baab", b"bab", b"a", b"bbbab", b"aa"],
+        "what follows depends on all bytes before it",
+    ),
     "words": (LIST, 1, lambda seed: drawn_tokens(seed, 70), "70 tokens are three words"),
     "full_words": (DIGITS, "digits", lambda seed: [b"1"] * 64, "two words full of ones"),
     "sign": (DIGITS, "digits", lambda seed: [b"x"] * 31 + [b"1"], "token 31 is the sign"),

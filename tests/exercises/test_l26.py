@@ -149,6 +149,10 @@ PACK_CASES = {  # name: (arguments of pool, why)
         "a block's stride is more than PAGE",
     ),
     "no_gap": (dict(layers=3, num_blocks=3, page=16, blocks=[2, 0], gap=0), "layers are dense"),
+    "small_pieces": (
+        dict(layers=2, num_blocks=3, page=21, blocks=[2, 1], piece=4),
+        "a piece has as many values as the caller says",
+    ),
     "large_pieces": (
         dict(layers=2, num_blocks=3, page=40, blocks=[1, 2], piece=64),
         "a piece that is larger than a page",

@@ -8,7 +8,7 @@ import pytest
 
 from reference.engine.async_engine import AsyncEngineArgs
 from reference.server import flags
-from reference.server.__main__ import console, main
+from reference.server.__main__ import main
 from reference.server.engine_flags import HELP
 from tests.server.paths import REPOSITORY
 
@@ -115,14 +115,11 @@ def test_mistakes_are_one_line(command, said, capfd):
     assert code == 2 and len(lines) == 1 and said in lines[0], lines
 
 
-def test_the_console_script(capfd):
-    assert console(["start"]) == 2
-    assert capfd.readouterr().err == "inference-ladder: got 'start'; accepted: serve\n"
+def test_messages_name_what_was_typed(capfd, monkeypatch):
+    monkeypatch.setenv("LADDER_COMMAND", "inference-ladder serve")
     with pytest.raises(SystemExit):
-        console(["serve", "--no-such"])
+        main(["--no-such"])
     assert capfd.readouterr().err.startswith("inference-ladder serve: --no-such: unknown argument")
-    text = (REPOSITORY / "pyproject.toml").read_text("utf-8")
-    assert 'inference-ladder = "reference.server.__main__:console"' in text
 
 
 @pytest.mark.sample(3, of="processes")

@@ -21,7 +21,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class, load_decoder
 from lessons.toolbox.model.checkpoint import CheckpointError, load_config
 from lessons.toolbox.model.config import ModelConfig
-from lessons.toolbox.model.places import stored_name
+from lessons.toolbox.model.places import places_of
 from reference.features.states.generate import whole_sequence
 from tests.test_deepseek import random_model
 from tests.test_families import assert_same_logits, theirs_of
@@ -205,6 +205,62 @@ CONFIGS = {
         attention_multiplier=0.4,
         logits_scaling=2.0,
     ),
+    "granitemoehybrid": BASE
+    | dict(
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.4,
+        logits_scaling=2.0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=12,
+        position_embedding_type="nope",
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        mamba_d_head=12,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
+        time_step_limit=[0.0, 2.0],
+        attention_bias=False,
+    ),
+    "bamba": BASE
+    | dict(
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        mamba_d_head=12,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        attention_bias=True,
+        mlp_bias=False,
+    ),
+    "nemotron_h": but(BASE, "rms_norm_eps", "hidden_act", "num_hidden_layers")
+    | dict(
+        layer_norm_epsilon=1e-3,
+        head_dim=8,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+        ssm_state_size=6,
+        mamba_num_heads=4,
+        mamba_head_dim=5,
+        n_groups=2,
+        conv_kernel=4,
+        use_conv_bias=True,
+        use_bias=False,
+        mlp_bias=False,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=12,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+    ),
     "olmo2": BASE | dict(attention_bias=False),
     "olmo3": BASE | dict(sliding_window=4, layer_types=LAYER_TYPES, rope_scaling=OLMO3_YARN),
     "qwen2_moe": BASE
@@ -315,11 +371,13 @@ def logits_of(model: Decoder) -> torch.Tensor:
 
 def save_weights(config: ModelConfig, folder: Path) -> None:
     """Random weights of the shape that the course's decoder has."""
-    state = decoder_class(config)(config).state_dict()
+    model = decoder_class(config)(config)
+    state, places = model.state_dict(), places_of(model)
     parts: dict[str, list] = {}  # those that are in one stored tensor, one below the other
-    for name, tensor in state.items():
-        parts.setdefault(stored_name(name, config), []).append(tensor)
-    prefixed = {f"model.{name}": torch.cat(tensors) for name, tensors in parts.items()}
+    for name, place in places.items():
+        parts.setdefault(place.key, []).append(state[name])
+    shapes = {place.key: place.stored_shape for place in places.values()}
+    prefixed = {f"model.{key}": torch.cat(parts[key]).view(shapes[key]) for key in parts}
     for name in [name for name in prefixed if name.startswith("model.lm_head.")]:
         prefixed[name.removeprefix("model.")] = prefixed.pop(name)
     save_file(prefixed, folder / "model.safetensors")
@@ -337,8 +395,9 @@ def is_small(config: ModelConfig) -> bool:
         experts = config.moe.n_routed_experts
     if config.state:
         widths += config.state.conv_shape
-    if config.moe and config.moe.shared_expert_intermediate_size:
-        widths += [config.moe.shared_expert_intermediate_size]
+        widths += config.state.matrix_shape or ()
+    if config.moe:
+        widths += [config.moe.shared_width]
     return max(widths) <= 1024 and config.num_hidden_layers * experts <= 128
 
 

@@ -38,7 +38,7 @@ def places(
     host_gb, disk_gb: GB. host_link, disk_link: GB/s. network_gbit: Gb/s, of a link to another
     machine. Raises ValueError for a bandwidth that is none.
     """
-    sequence_bytes = plan.kv_bytes_per_token * plan.context
+    sequence_bytes = plan.cache_bytes
 
     def over(rate_gb: float, name: str) -> float:
         return move_s(sequence_bytes, plan.gpus * GB * positive(name, rate_gb))
@@ -56,7 +56,7 @@ def places(
 
 def places_table(plan: Plan, found: list[Place]) -> Table:
     """Sequences that each place holds, and the time back beside a prefill at its floor."""
-    sequence_bytes = plan.kv_bytes_per_token * plan.context
+    sequence_bytes = plan.cache_bytes
     again_s = plan.prefill.seconds
     table = Table("a sequence that pauses", "sequences", "back in", "against its prefill")
     table.add_row("HBM", str(plan.sequences), "0 s", "if no other one needs the room")

@@ -44,6 +44,12 @@ class ModelShape:
     num_state_layers: int = 0
     state_layer_params: int = 0  # elements of the projections of one of them
     state_layer_bytes: int = 0  # what a sequence keeps in one of them, however long it is
+    state_layer_flops: int = 0  # of a token's state in one of them, beside its projections
+    # layers that are an MLP and nothing else (Nemotron-H); 0: each layer has one
+    num_mlp_layers: int = 0
+    # layers whose queries see the last `window` keys alone, of those with K and V (lesson 27)
+    num_window_layers: int = 0
+    window: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -61,7 +67,30 @@ class ModelShape:
     @property
     def num_kv_layers(self) -> int:
         """Layers that attend, and keep K and V of every token."""
-        return self.num_hidden_layers - self.num_state_layers
+        return self.num_hidden_layers - self.num_state_layers - self.num_mlp_layers
+
+    @property
+    def state_flops(self) -> int:
+        """What a token's states cost in all layers that have one, token by token."""
+        return self.num_state_layers * self.state_layer_flops
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """How many keys a query sees in each layer with K and V, full layers (None) first."""
+        full = self.num_kv_layers - self.num_window_layers
+        return (None,) * full + (self.window,) * self.num_window_layers
+
+    def seen_tokens(self, context: float) -> float:
+        """Tokens whose K and V a query reads after so many, in the mean over these layers."""
+        share = self.num_window_layers / self.num_kv_layers
+        return (1 - share) * context + share * min(context, self.window)
+
+    def causal_pairs(self, tokens: float) -> float:
+        """(query, key) pairs of a prompt, in the mean over these layers."""
+        share, out_of_sight = self.num_window_layers / self.num_kv_layers, 0
+        if tokens > self.window:  # token t does not see the first t - window
+            out_of_sight = (tokens - self.window) * (tokens - self.window + 1) / 2
+        return tokens * (tokens + 1) / 2 - share * out_of_sight
 
     @property
     def state_bytes(self) -> int:
@@ -95,11 +124,12 @@ class ModelShape:
 
     def layer_params(self, experts_per_moe_layer: float) -> float:
         """Elements of all layers, counting so many routed experts in each layer that has any."""
-        moe_layers = self.num_hidden_layers - self.num_dense_layers if self.num_experts else 0
+        mlp_layers = self.num_mlp_layers or self.num_hidden_layers
+        moe_layers = mlp_layers - self.num_dense_layers if self.num_experts else 0
         dense = self.mlp_matrices * self.hidden_size * self.intermediate_size
         router = self.hidden_size * self.num_experts
         moe = router + (experts_per_moe_layer + self.num_shared_experts) * self.expert_params
-        mlps = (self.num_hidden_layers - moe_layers) * dense + moe_layers * moe
+        mlps = (mlp_layers - moe_layers) * dense + moe_layers * moe
         mixers = self.num_kv_layers * self.attention_params
         return mixers + self.num_state_layers * self.state_layer_params + mlps
 
@@ -261,6 +291,9 @@ def find_model(name: str) -> ModelShape:
     """The shape of a model by name, letter case ignored. Raises ValueError that lists the known
     names.
     """
-    if name.lower() not in MODELS:
-        raise ValueError(f"model is {name!r}; known are {', '.join(MODELS)}")
-    return MODELS[name.lower()]
+    from lessons.l01_roofline.planner.windows import WINDOWED  # here, because it builds on this
+
+    known = MODELS | WINDOWED
+    if name.lower() not in known:
+        raise ValueError(f"model is {name!r}; known are {', '.join(known)}")
+    return known[name.lower()]

@@ -9,6 +9,7 @@ import torch
 
 from lessons.l01_roofline import calculators as calc
 from lessons.l01_roofline.planner.models import ModelShape
+from lessons.l01_roofline.planner.windows import values_of_sequence, values_of_step
 from lessons.toolbox.measure.hardware import Chip
 
 
@@ -58,12 +59,21 @@ class Plan:
         return calc.kv_bytes_per_token(self.model, self.bits_per_kv)
 
     @property
+    def cache_bytes(self) -> float:
+        """K and V of one sequence."""
+        return values_of_sequence(self.model, self.context) * self.bits_per_kv / 8
+
+    @property
+    def step_bytes(self) -> float:
+        """What the tokens of a pass take in layers with a window, until they are out of sight."""
+        return values_of_step(self.model, self.batched_tokens) * self.bits_per_kv / 8
+
+    @property
     def sequences(self) -> int:
         """How many sequences of `context` tokens fit."""
-        fixed = self.weight_bytes + self.activation_bytes
-        return calc.sequences_that_fit(
-            self.usable_bytes, fixed, self.kv_bytes_per_token, self.context, self.model.state_bytes
-        )
+        fixed = self.weight_bytes + self.activation_bytes + self.step_bytes
+        each = self.cache_bytes + self.model.state_bytes
+        return max(0, int((self.usable_bytes - fixed) // each))
 
     @property
     def fits(self) -> bool:
@@ -133,7 +143,7 @@ def make_plan(
     needed = plan.weight_bytes + plan.activation_bytes
     what = f"weights of {model.name} and activations"
     if needed <= plan.usable_bytes:
-        needed += context * plan.kv_bytes_per_token + model.state_bytes
+        needed += plan.step_bytes + plan.cache_bytes + model.state_bytes
         what = f"weights, activations and one sequence of {context} tokens"
     if needed > plan.usable_bytes:
         ways = ways_out(plan)
@@ -174,7 +184,8 @@ def ways_out(plan: Plan) -> list[str]:
         ways.append(f"{plan.sequences} sequences at once, and the others wait")
     fixed = plan.weight_bytes + plan.activation_bytes + plan.batch * plan.model.state_bytes
     room = (plan.usable_bytes - fixed) / (plan.batch * plan.kv_bytes_per_token)
-    if room >= 1:
+    # A window's layers do not shrink with the context, so for them this is no way out.
+    if room >= 1 and not plan.model.num_window_layers:
         ways.append(f"a context of {int(room)} tokens")
     changes = [
         ("an 8-bit cache (lesson 19)", {"bits_per_kv": 8}),

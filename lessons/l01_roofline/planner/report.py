@@ -72,10 +72,13 @@ def memory_table(plan: Plan) -> Table:
     params = f"{model.params / 1e9:.3g} billion parameters x {plan.bits_per_weight:.4g} bits"
     values = f"{model.kv_values_per_token} values x {plan.bits_per_kv:g} bits, all layers"
     usable = f"{plan.gpus} x {amount(chip.memory_bytes, 'B')}, {plan.memory_share:.0%} of it"
-    sequence_bytes = plan.kv_bytes_per_token * plan.context
+    sequence_bytes, kept_as = plan.cache_bytes, f"x {plan.context} tokens"
+    if model.num_window_layers:
+        full = model.num_kv_layers - model.num_window_layers
+        kept_as += f" in {full} layers, of a window of {model.window} in {model.num_window_layers}"
     table.add_row("weights", amount(plan.weight_bytes, "B"), params)
     table.add_row("KV cache of a token", f"{plan.kv_bytes_per_token / 1024:.4g} KiB", values)
-    table.add_row("KV cache of a sequence", amount(sequence_bytes, "B"), f"x {plan.context} tokens")
+    table.add_row("KV cache of a sequence", amount(sequence_bytes, "B"), kept_as)
     if model.state_bytes:
         kept = f"{model.num_state_layers} layers, whatever the context"
         table.add_row("states of a sequence", amount(model.state_bytes, "B"), kept)

@@ -31,7 +31,7 @@ class HostSwap:
     def swap_out(self, sequence: int) -> None:
         """Copy a sequence's blocks to the host, then free them."""
         runner = self.runner
-        kept = read_blocks(runner.pool, self.slots, runner.blocks.tables[sequence])
+        kept = read_blocks(runner.pool, self.slots, runner.blocks.pages(sequence))
         self.away[sequence] = runner.held[sequence], kept
         self.swapped_bytes += sum(x.nbytes for x in kept)
         runner.free(sequence)
@@ -44,10 +44,10 @@ class HostSwap:
         """
         runner = self.runner
         held, kept = self.away[sequence]
-        runner.blocks.grow(sequence, 0, held)
+        runner.blocks.receive(sequence, held)
         del self.away[sequence]
         runner.held[sequence] = held
-        write_blocks(runner.pool, self.slots, runner.blocks.tables[sequence], kept)
+        write_blocks(runner.pool, self.slots, runner.blocks.pages(sequence), kept)
         self.swapped_bytes += sum(x.nbytes for x in kept)
 
     def forget(self, sequence: int) -> None:
@@ -56,7 +56,7 @@ class HostSwap:
 
     def blocks_of(self, sequence: int) -> int:
         """How many blocks it takes to bring a sequence back."""
-        return self.runner.blocks.blocks_for(self.away[sequence][0])
+        return self.runner.blocks.blocks_held(self.away[sequence][0])
 
     @property
     def slots(self) -> tuple[Tensor, ...]:

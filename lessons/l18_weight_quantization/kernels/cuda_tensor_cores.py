@@ -19,7 +19,9 @@ from lessons.l18_weight_quantization.kernels.fragments import (
 from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 
 SOURCE = Path(__file__).with_name("tensor_cores.cu")
-LANES, MOST_WARPS, MOST_SPLITS = 32, 28, 2  # as there
+LANES, MOST_WARPS = 32, 28  # as there
+MOST_SPLITS = 8  # with 16 rows of x 132 KiB of shared memory; an A100's block has up to 163 KiB
+CHUNK = 8  # numbers between two rows of x in shared memory, as there
 MOST_TILES = 16  # of a block
 ROWS = (8, 16)  # of x that a kernel is for
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -61,7 +63,7 @@ def w4a16_tensor_cores(
     blocks = -(-len(weight.codes) // warps.of_outputs)
     rows = next(most for most in ROWS if num_rows <= most)
     KERNELS[x.dtype, rows, weight.zeros is not None][
-        blocks, LANES * warps.of_outputs * warps.splits
+        blocks, (LANES * warps.of_outputs, warps.splits), shared_bytes(rows, warps)
     ](
         x,
         weight.codes,
@@ -75,17 +77,22 @@ def w4a16_tensor_cores(
         np.int32(weight.codes.shape[1] * UNIT // STRETCH),
         np.int32(weight.scales.shape[1]),
         np.int32(group_shift(weight.group_size, size)),
-        np.int32(warps.of_outputs),
-        np.int32(warps.splits),
         np.int32(bias is not None),
         np.int32(x.stride(0)),
     )
     return out
 
 
+def shared_bytes(rows: int, warps: Warps) -> int:
+    """Two buffers of x. The sums that warps hand over fit into them: for 8 rows those are 512 bytes
+    of each of at most 27 warps, and two splits of x are 16 KiB.
+    """
+    return 2 * warps.splits * rows * (STRETCH + CHUNK) * 2
+
+
 def warps_for(num_outputs: int, size: int, num_sms: int) -> Warps:
     """The warps of a block: the busiest SM shall have as few tiles as it can, in few blocks,
-    because each block reads all of x. What is left of 16 warps shares the inputs. Not a function of
+    because each block reads all of x. What is left of 28 warps shares the inputs. Not a function of
     the rows of x, so neither are bits.
     """
     tiles = -(-num_outputs // OUTPUTS)

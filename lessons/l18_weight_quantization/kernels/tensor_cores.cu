@@ -14,16 +14,16 @@
 // puts the exponent of 128 (bfloat16) or 1024 (float16) above them in one instruction, which makes 128 + code; one addition leaves
 // code - zero. So 8 codes cost 3 shifts, 4 lop3 and 4 additions, 1.4 instructions a weight, and all else is shared by many weights.
 //
-// A block is wn · wk warps. A warp owns 16 outputs; wk warps (1 or 2) share them and take every second stretch of 256 inputs. It loads the
-// codes of its next stretch before it multiplies this one. x passes through shared memory in two buffers, because all warps read it.
+// A block is wn warps in x and wk in y. A warp owns 16 outputs; wk warps share them, and each takes every wk-th stretch of 256 inputs. So a matrix of
+// few outputs has enough warps as well. A warp loads the codes of its next stretch before it multiplies this one. x passes through shared
+// memory in two buffers, because all warps read it. At the end the first warp of a tile adds up what the others hand over, in their order.
 // Sums are float32, a group's scale multiplies the sum of 64 inputs. cuda_tensor_cores.py launches it. No header is included.
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int LANES = 32, MOST_WARPS = 28, OUTPUTS = 16;
 constexpr int UNIT = 64, UNITS = 4, STRETCH = UNIT * UNITS;  // inputs of a 16-byte load of codes, and of a warp's stretch
-constexpr int MOST_SPLITS = 2;
 constexpr int CHUNK = 8;                                   // numbers of 16 bytes, which cp.async copies
-constexpr int ROW = STRETCH * MOST_SPLITS + CHUNK;         // numbers of a row in shared memory: 16 bytes more, so no bank is met twice
+constexpr int ROW = STRETCH + CHUNK;  // numbers of a row of x in shared memory: 16 bytes more than a stretch, so no bank is met twice
 
 struct bf16 {
     unsigned short bits;
@@ -114,27 +114,28 @@ __device__ unsigned masked_or(unsigned a, unsigned mask, unsigned c) {  // a & m
 // x: [M, K]; codes: [tiles, K / 64, 32, 4] words; scales, zeros: [tiles, groups, 8, 2]; out: [M, N]. groups: of 64 << group_shift inputs.
 template <typename T, int TILES, bool ZEROS>
 __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigned* scales, const unsigned short* zeros, const T* bias, T* out,
-                                   int num_rows, int num_outputs, int size, int num_stretches, int num_groups, int group_shift, int wn,
-                                   int wk, int has_bias, int stride_x) {
-    constexpr int ROWS = 8 * TILES;  // of x
-    __shared__ alignas(16) T memory[2][ROWS][ROW];
+                                   int num_rows, int num_outputs, int size, int num_stretches, int num_groups, int group_shift,
+                                   int has_bias, int stride_x) {
+    constexpr int ROWS = 8 * TILES;     // of x
+    constexpr int BUFFER = ROWS * ROW;  // numbers
+    extern __shared__ Words memory[];  // T[wk][2][ROWS][ROW], later the sums that warps hand over
+    int wn = blockDim.x / LANES, wk = blockDim.y;
     int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, g = lane / 4, t = lane % 4;
-    int split = warp >= wn, num_tiles = (num_outputs + OUTPUTS - 1) / OUTPUTS;
-    int tile = blockIdx.x * wn + warp - split * wn, own = min(tile, num_tiles - 1);  // after the last tile: the last one again, not stored
+    int split = threadIdx.y, num_tiles = (num_outputs + OUTPUTS - 1) / OUTPUTS;
+    int tile = blockIdx.x * wn + warp, own = min(tile, num_tiles - 1);  // after the last tile: the last one again, not stored
     codes += (static_cast<long long>(own) * num_stretches + split) * (UNITS * LANES) + lane;
     unsigned own_groups = own * num_groups * 8 + g;
     unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(memory));
 
     // A warp copies rows of x for its own split: a row's stretch is 512 bytes. Rows after the last one are left as they are. They would be
     // columns of the product, and nothing is stored of those.
-    int copied = warp - split * wn;
-    unsigned from = copied * stride_x + split * STRETCH + lane * CHUNK;
-    unsigned to = shared + sizeof(T) * (copied * ROW + split * STRETCH + lane * CHUNK);
+    unsigned from = warp * stride_x + split * STRETCH + lane * CHUNK;
+    unsigned to = shared + sizeof(T) * (split * 2 * BUFFER + warp * ROW + lane * CHUNK);
     auto start_copy = [&](int stretch, int buffer) {
         int bytes = stretch * STRETCH + lane * CHUNK < size ? 16 : 0;
         unsigned row_from = from;
-        unsigned row_to = to + buffer * (sizeof(T) * ROWS * ROW);
-        for (int row = copied; row < num_rows; row += wn) {
+        unsigned row_to = to + buffer * (sizeof(T) * BUFFER);
+        for (int row = warp; row < num_rows; row += wn) {
             copy_chunk(row_to, x + row_from, bytes);
             row_from += wn * stride_x;
             row_to += wn * sizeof(T) * ROW;
@@ -155,7 +156,7 @@ __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigne
         scale_words = load_of_groups(scales, split);
         if (ZEROS) zero_words = load_of_groups(zeros, split);
     }
-    const T* my_columns = &memory[0][g][split * STRETCH + 16 * t];
+    const T* my_columns = reinterpret_cast<T*>(memory) + split * 2 * BUFFER + g * ROW + 16 * t;
     for (int stretch = split, buffer = 0; stretch - split < num_stretches; stretch += wk, buffer ^= 1) {
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncthreads();  // x of these stretches has arrived, and no warp reads the other buffer any more
@@ -168,7 +169,7 @@ __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigne
             scale_words = load_of_groups(scales, stretch + wk);
             if (ZEROS) zero_words = load_of_groups(zeros, stretch + wk);
         }
-        const T* columns = my_columns + buffer * (ROWS * ROW);
+        const T* columns = my_columns + buffer * BUFFER;
         float part[TILES][4] = {};
         unsigned minus[2] = {T::MINUS | 0x00080008u, T::MINUS | 0x00080008u};  // of output g, and of g + 8
 #pragma unroll
@@ -205,14 +206,15 @@ __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigne
         }
     }
 
-    if (wk == 2) {  // the second warp of a tile hands its sums to the first
+    if (wk > 1) {  // the other warps of a tile hand their sums to the first
         __syncthreads();
         float(*others)[TILES * 4][LANES] = reinterpret_cast<float(*)[TILES * 4][LANES]>(memory);
         if (split)
-            for (int i = 0; i < TILES * 4; i++) others[copied][i][lane] = sums[i / 4][i % 4];
+            for (int i = 0; i < TILES * 4; i++) others[(split - 1) * wn + warp][i][lane] = sums[i / 4][i % 4];
         __syncthreads();
         if (!split)
-            for (int i = 0; i < TILES * 4; i++) sums[i / 4][i % 4] += others[copied][i][lane];
+            for (int other = 0; other < wk - 1; other++)
+                for (int i = 0; i < TILES * 4; i++) sums[i / 4][i % 4] += others[other * wn + warp][i][lane];
     }
     if (split || tile >= num_tiles) return;
 #pragma unroll
@@ -227,10 +229,10 @@ __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigne
 #define W4A16(NAME, T, TILES, ZEROS)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(MOST_WARPS * LANES)                                                                  \
         NAME(const T* x, const Words* codes, const unsigned* scales, const unsigned short* zeros, const T* bias, T* out, int num_rows,      \
-             int num_outputs, int size, int num_stretches, int num_groups, int group_shift, int wn, int wk, int has_bias,             \
+             int num_outputs, int size, int num_stretches, int num_groups, int group_shift, int has_bias,             \
              int stride_x)       {                                                                                                    \
         w4a16_tensor_cores<T, TILES, ZEROS>(x, codes, scales, zeros, bias, out, num_rows, num_outputs, size, num_stretches,           \
-                                            num_groups, group_shift, wn, wk, has_bias, stride_x);                                     \
+                                            num_groups, group_shift, has_bias, stride_x);                                     \
     }
 W4A16(w4a16_bf16_8, bf16, 1, false)
 W4A16(w4a16_bf16_16, bf16, 2, false)

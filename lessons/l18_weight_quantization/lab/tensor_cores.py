@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from lessons.l18_weight_quantization.kernels.cuda_tensor_cores import SOURCE, w4a16_tensor_cores
 from lessons.l18_weight_quantization.kernels.cuda_w4a16 import w4a16_cuda
@@ -25,7 +26,14 @@ from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.gpu.nvrtc import cubin_of
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l18_tensor_cores.json"
-N, K, GROUP = 28672, 4096, 128  # gate and up of Llama-3-8B, as results/h200/l18_batch.json has it
+# Llama-3-8B's matrices, [N, K]; gate and up as results/h200/l18_batch.json has them
+SHAPES = {
+    "gate, up": (28672, 4096),
+    "down": (4096, 14336),
+    "q, k, v": (6144, 4096),
+    "o": (4096, 4096),
+}
+LARGEST, GROUP = "gate, up", 128
 ROWS = (1, 8, 16)
 COPY_RATE = 4.3e12  # bytes/s that one may hope to reach of an H200's 4.8e12
 STRETCH = 256 * 16 // 32  # weights of a lane in one round of the loop
@@ -38,45 +46,46 @@ def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def grouped() -> GroupedInt:
-    scales = zeros(N, K // GROUP, dtype=torch.float16)
-    return GroupedInt(zeros(N, K // 2), scales, None, 4, GROUP)
+def grouped(n: int, k: int) -> GroupedInt:
+    scales = zeros(n, k // GROUP, dtype=torch.float16)
+    return GroupedInt(zeros(n, k // 2), scales, None, 4, GROUP)
 
 
-def fragments(with_zeros: bool = False) -> Fragments:
-    shape = N // 16, K // GROUP, 8, 2
+def fragments(n: int, k: int, with_zeros: bool = False) -> Fragments:
+    shape = n // 16, k // GROUP, 8, 2
     points = zeros(*shape) if with_zeros else None
-    codes = zeros(N // 16, K // 64, 32, 4, dtype=torch.int32)
-    return Fragments(codes, zeros(*shape, dtype=torch.float16), points, GROUP, (N, K))
+    codes = zeros(n // 16, k // 64, 32, 4, dtype=torch.int32)
+    return Fragments(codes, zeros(*shape, dtype=torch.float16), points, GROUP, (n, k))
 
 
 CALLS = {
-    "Triton": lambda x: matmul(x, grouped()),
-    "tensor cores": lambda x: w4a16_tensor_cores(x, fragments()),
-    "tensor cores, zeros": lambda x: w4a16_tensor_cores(x, fragments(True)),
-    KNOWN: lambda x: w4a16_cuda(x, grouped()),
+    "Triton": lambda x, *shape: matmul(x, grouped(*shape)),
+    "tensor cores": lambda x, *shape: w4a16_tensor_cores(x, fragments(*shape)),
+    "tensor cores, zeros": lambda x, *shape: w4a16_tensor_cores(x, fragments(*shape, True)),
+    KNOWN: lambda x, *shape: w4a16_cuda(x, grouped(*shape)),
 }
 
 
-def least_s(rows: int) -> float:
+def least_s(rows: int, n: int, k: int) -> float:
     """Seconds to read the codes, the scales and x and to write the results, at COPY_RATE."""
-    return (N * K / 2 + N * K / GROUP * 2 + 2 * rows * (N + K)) / COPY_RATE
+    return (n * k / 2 + n * k / GROUP * 2 + 2 * rows * (n + k)) / COPY_RATE
 
 
-def predicted(name: str, rows: int) -> dict:
+def predicted(name: str, matrix: str, rows: int) -> dict:
     """A call's launches on an H200. To be called where kernels are compiled."""
     from lessons.toolbox.profile.points import profiled_sample
     from lessons.toolbox.profile.time_model import predict
 
-    x = zeros(rows, K, dtype=torch.bfloat16)
-    profiles = profiled_sample(lambda: CALLS[name](x))
+    n, k = SHAPES[matrix]
+    x = zeros(rows, k, dtype=torch.bfloat16)
+    profiles = profiled_sample(lambda: CALLS[name](x, n, k))
     times = [float(predict(profile).seconds) for profile in profiles]
     issued = sum(p.total["issued"] * 32 * p.programs / p.first.ran for p in profiles)
     return {
         "launches": len(profiles),
         "predicted_s": sum(times),
-        "floor_share": least_s(rows) / sum(times),
-        "ptx_a_weight": issued / (N * K),
+        "floor_share": least_s(rows, n, k) / sum(times),
+        "ptx_a_weight": issued / (n * k),
         "registers": profiles[0].assembled.get("registers"),
         "spill_bytes": profiles[0].assembled.get("spill_bytes"),
     }
@@ -110,14 +119,16 @@ def loops(chip: int = 90) -> dict[str, float]:
 
 
 def main() -> None:
-    asked = [(name, rows) for name in list(CALLS)[:3] for rows in ROWS] + [(KNOWN, 1)]
+    asked = [(name, LARGEST, rows) for name in list(CALLS)[:3] for rows in ROWS]
+    asked += [(KNOWN, LARGEST, 1)]
+    others = [matrix for matrix in SHAPES if matrix != LARGEST]
+    asked += [(name, m, rows) for m in others for name in list(CALLS)[:2] for rows in (1, 16)]
     record = {
-        "shape": [N, K],
-        "least_s": {str(rows): least_s(rows) for rows in ROWS},
         "machine_instructions_a_weight": loops(),
         "calls": [
-            {"name": name, "rows": rows} | call(f"{__spec__.name}:predicted", name, rows, chip=90)
-            for name, rows in asked
+            {"name": asked[0], "matrix": asked[1], "rows": asked[2]}
+            | call(f"{__spec__.name}:predicted", *asked, chip=90)
+            for asked in tqdm(asked)
         ],
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -83,7 +83,7 @@ def write_checkpoint(folder, hf_config, num_files=1) -> int:
     config = load_config(folder)
     with torch.device("meta"):
         places = places_of(decoder_class(config)(config))
-    shapes = {key: [first + shape[0], *shape[1:]] for key, first, shape in places.values()}
+    shapes = {place.key: place.stored_shape for place in places.values()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     names = {key: key if key.startswith("lm_head") else f"model.{key}" for key in shapes}

@@ -70,7 +70,7 @@ def scaled(code, exponent):
 
 @triton.jit
 def load_weights(code_row, exponent_row, start, size, is_n, BLOCK_K: tl.constexpr):
-    """Columns start … of rows of a matrix: [BLOCK_N, BLOCK_K] bfloat16, zeros where it ends.
+    """Columns start … of rows of a matrix: [BLOCK_K, BLOCK_N] bfloat16, zeros where it ends.
 
     code_row, exponent_row: where the rows begin, [BLOCK_N, 1].
     """
@@ -80,7 +80,9 @@ def load_weights(code_row, exponent_row, start, size, is_n, BLOCK_K: tl.constexp
     # 16 bytes share an exponent; the neighbours' loads are one
     exponent = tl.load(exponent_row + byte // 16, mask=is_byte, other=127)
     low, high = scaled(codes & 15, exponent), scaled(codes >> 4, exponent)
-    return tl.reshape(tl.join(low, high), (codes.shape[0], BLOCK_K))
+    # not tl.trans of the whole: Triton 3.6 cannot compile that before Hopper's product
+    both = tl.permute(tl.join(low, high), (1, 2, 0))
+    return tl.reshape(both, (BLOCK_K, codes.shape[0]))
 
 
 @triton.jit
@@ -108,7 +110,7 @@ def sum_of(
     for start in range(0, size, BLOCK_K):
         x = tl.load(x_row + start + k, mask=is_row & (start + k < size), other=0.0)
         w = load_weights(code_row, exponent_row, start, size, is_n[:, None], BLOCK_K)
-        acc = tl.dot(x, tl.trans(w), acc)
+        acc = tl.dot(x, w, acc)
     return acc + tl.load(bias_ptr + row, mask=is_n, other=0.0).to(tl.float32)[None, :]
 
 

@@ -40,6 +40,29 @@ CHUNKS = {
         "place = start // SIZE + index",
     ),
 }
+TILES = {
+    "outputs by the first rows of a state": (
+        "for i in range(0, KEY_DIM, BLOCK_K):",
+        "for i in range(0, BLOCK_K, BLOCK_K):",
+    ),
+    "the same rows of a state for all coordinates of q": (
+        "before_ptr, i, KEY_DIM, VALUE_DIM, first",
+        "before_ptr, 0, KEY_DIM, VALUE_DIM, first",
+    ),
+    "all blocks of outputs are the first": (
+        "tl.program_id(0) % blocks * BLOCK_V",
+        "0 * (tl.program_id(0) % blocks)",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", TILES)
+def test_a_planted_bug_of_the_tiles_is_found(bug, seed, tmp_path, monkeypatch):
+    """In more rows and columns than a tile has."""
+    wrong = with_bug(chunk_kernels, tmp_path, *TILES[bug])
+    monkeypatch.setattr(prompts, "outputs_kernel", wrong.outputs_kernel)
+    with pytest.raises(NotEquivalent):
+        proved(([19], 1, 72, 80, 16), seed=seed)
 
 
 @pytest.mark.parametrize("bug", CHUNKS)

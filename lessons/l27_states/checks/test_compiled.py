@@ -13,7 +13,7 @@ BOUNDS = {
         "^(prepare|states|outputs)",
         WITH_MATRIX_UNITS,
         matrix=True,
-        spill_bytes={"states_delta": 80, "outputs": 64},
+        spill_bytes={"states_delta": 80},
     ),
     "the convolution": Bounds(
         "^conv", matrix=False, spill_bytes={"conv_prompts_bf16 on sm_100": 8}

@@ -27,6 +27,7 @@ PROMPTS = [
     ([70], 1, 16, 33, 64),
     ([0], 1, 16, 16, 16),
     ([15, 15, 15], 1, 1, 2, 16),
+    ([19], 1, 72, 80, 16),  # more rows and columns than a tile of outputs_kernel has, with tails
 ]
 
 

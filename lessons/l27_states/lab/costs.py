@@ -98,8 +98,17 @@ class Hybrid:
 
     def kept_bytes(self, context: int) -> int:
         """Of one sequence in all layers, in bytes."""
-        states = self.state_layers * self.state.kept_bytes
-        return states + self.cache_layers * context * self.cache.token_bytes
+        return self.snapshot_bytes + context * self.token_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """A copy of one sequence's states in all layers, in bytes."""
+        return self.state_layers * self.state.kept_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in all layers that have them, in bytes."""
+        return self.cache_layers * self.cache.token_bytes
 
     def cached_bytes(self, context: int) -> int:
         """The same if all its layers were like its cache layers."""
@@ -132,6 +141,43 @@ def even_prompt(model: Hybrid = QWEN3_NEXT, chunk: int = CHUNK) -> float:
     return model.state.chunk_flops(chunk) / model.cache.prompt_flops(1)
 
 
+def even_snapshot(model: Hybrid = QWEN3_NEXT) -> float:
+    """Tokens whose K and V in all layers that have them take as much memory as a snapshot."""
+    return model.snapshot_bytes / model.token_bytes
+
+
+def given_bytes(model: Hybrid = QWEN3_NEXT) -> int:
+    """What the state layers are given for one token, in bytes: the channels before the convolution
+    in 16 bits, log_decay and beta of each head in float32.
+    """
+    layer = model.state
+    channels = 2 * layer.key_heads * layer.key_dim + layer.heads * layer.value_dim
+    return model.state_layers * (channels * ITEMSIZE + 2 * layer.heads * STATE_ITEMSIZE)
+
+
+@dataclass(frozen=True)
+class DraftBytes:
+    """Of one sequence that drafts: what it keeps, and what a step moves for its states, in bytes.
+    after_rejection: of a step in which a token is rejected.
+    """
+
+    kept: int
+    moved: int
+    after_rejection: int
+
+
+def state_at_each_token(drafted: int, model: Hybrid = QWEN3_NEXT) -> DraftBytes:
+    """One state read, one written for each token."""
+    state, tokens = model.snapshot_bytes, 1 + drafted
+    return DraftBytes(tokens * state, (1 + tokens) * state, (1 + tokens) * state)
+
+
+def copied_and_repeated(drafted: int, model: Hybrid = QWEN3_NEXT) -> DraftBytes:
+    """A copy before the step, and what the layers were given: reference/features/states."""
+    state, given = model.snapshot_bytes, (1 + drafted) * given_bytes(model)
+    return DraftBytes(2 * state + given, 4 * state + given, 6 * state + 2 * given)
+
+
 def main() -> int:
     """Print the table."""
     model = QWEN3_NEXT
@@ -145,6 +191,15 @@ def main() -> int:
     for context in (100, 1000, 8192, 32768, 131072):
         sizes = model.kept_bytes(context) / 1e6, model.cached_bytes(context) / 1e6
         print(f"  {context:>9,} {sizes[0]:>11,.1f} {sizes[1]:>21,.1f}")
+    block = 16 * model.token_bytes
+    print(
+        f"  a snapshot of all states has {model.snapshot_bytes:,} bytes, K and V of a block of 16"
+    )
+    print(f"  tokens {block:,}: even at {even_snapshot():,.0f} tokens")
+    for way in (state_at_each_token, copied_and_repeated):
+        found = way(3)
+        print(f"  3 drafts, {way.__name__}: keeps {found.kept / 1e6:.1f} MB, a step moves")
+        print(f"    {found.moved / 1e6:.1f} MB, with a rejection {found.after_rejection / 1e6:.1f}")
     return 0
 
 

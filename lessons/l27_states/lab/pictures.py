@@ -1,9 +1,9 @@
-"""The lesson's three pictures, computed and not measured: a state that fills and forgets, what is
-still read right, and the bytes that a sequence keeps.
+"""The lesson's four pictures, computed and not measured: a state that fills and forgets, what is
+still read right, the bytes that a sequence keeps, and the pages that a window gives back.
 
     python -m lessons.l27_states.lab.pictures
 
-writes state.svg, needle.svg and kept.svg beside this file.
+writes state.svg, needle.svg, kept.svg and pages.svg beside this file.
 """
 
 import math
@@ -24,6 +24,7 @@ from lessons.l27_states.lab.needle import (
     different_keys,
     same_keys,
 )
+from lessons.l27_states.lab.windows import draw_pages
 from lessons.l27_states.naive import decayed_linear_attention, gated_delta_rule
 from lessons.toolbox.draw.again import draw_again
 from lessons.toolbox.draw.figure import (
@@ -181,7 +182,7 @@ def draw_kept(model: Hybrid = QWEN3_NEXT) -> ClassFigure:
     return fig
 
 
-FIGURES = {"state": draw_state, "needle": draw_needle, "kept": draw_kept}
+FIGURES = {"state": draw_state, "needle": draw_needle, "kept": draw_kept, "pages": draw_pages}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,7 +50,11 @@ def chunk_spec(kernel: str, dtype: str, delta: bool = True) -> KernelSpec:
     """prepare, states or outputs, as prompts.py launches them."""
     pointers = {"log_decay_ptr": "*fp32", "cu_seqlens_ptr": "*i32", "num_tokens": "i32"}
     written = "*fp32" if delta else f"*{dtype}"
-    constexprs = {**SIZES, "SIZE": prompts.CHUNK, "BLOCK_V": prompts.COLUMNS}
+    tile = {"prepare": prompts.PREPARE, "states": prompts.STATES, "outputs": prompts.OUTPUTS}[
+        kernel
+    ]
+    constexprs = {**SIZES, "SIZE": prompts.CHUNK, "BLOCK_V": tile.columns}
+    constexprs["BLOCK_K"] = tile.rows or KEY_DIM
     if kernel == "prepare":
         of = strides("kv")
         pointers |= {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "beta_ptr": "*fp32"}
@@ -73,7 +77,7 @@ def chunk_spec(kernel: str, dtype: str, delta: bool = True) -> KernelSpec:
         name=f"{kernel}_{'delta' if delta else 'decay'}_{dtype}",
         signature=pointers | dict.fromkeys(of, "i32"),
         constexprs=constexprs,
-        num_warps=prompts.NUM_WARPS,
+        num_warps=tile.num_warps,
         num_stages=prompts.NUM_STAGES,
         divisible_by_16=of,
         chips=WITH_MATRIX_UNITS,

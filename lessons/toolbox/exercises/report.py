@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 from rich.console import Console
 from rich.markup import escape
 
+from lessons.toolbox.command import typed
 from lessons.toolbox.exercises.exercise import ROOT, Exercise, all_exercises, has_kernel
 from lessons.toolbox.exercises.loading import folder_of
 from lessons.toolbox.exercises.progress import FAIL, LOOKS, NOT_RUN, PASS, TODO, remember
@@ -52,12 +53,14 @@ def run_checks(which: str | int | None, impl: str = "exercises", again: str = ""
 
 
 def command_for(entry: Exercise, impl: str) -> str:
-    """What checks one exercise again: what was called, make or Python."""
+    """What checks one exercise again: what was called, make, `inference-ladder` or Python."""
     if impl == "exercises" and "MAKELEVEL" in os.environ:
         return f"make check LESSON={entry.id}"
+    folder = "" if impl == "exercises" else f" --impl {impl}"
+    if command := typed(""):
+        return f"{command} {entry.id}{folder}"
     inside = Path(sys.prefix).is_relative_to(ROOT)
     python = os.path.relpath(sys.executable, ROOT) if inside else "python"
-    folder = "" if impl == "exercises" else f" --impl {impl}"
     return f"{python} -m lessons.toolbox.exercises check {entry.id}{folder}"
 
 

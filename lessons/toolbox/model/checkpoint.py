@@ -229,16 +229,20 @@ def read_tensors(
 
 def _cut(tensors, name: str, place: Place, part: tuple[slice, ...] | None) -> Tensor:
     """A tensor of the decoder, or a part of it, out of the stored one. tensors: an open file."""
-    if part is None:
+    if part is None and not place.stack:
         return tensors.get_tensor(name)[place.first : place.first + place.shape[0]]
-    rows = slice(place.first + part[0].start, place.first + part[0].stop)
-    return tensors.get_slice(name)[(rows, *part[1:])]
+    stored, first, which = tensors.get_slice(name), place.first, ()
+    if place.stack:
+        matrix, first = divmod(first, stored.get_shape()[1])
+        which = (matrix,)
+    rows, *columns = part or (slice(0, place.shape[0]),)
+    return stored[(*which, slice(first + rows.start, first + rows.stop), *columns)]
 
 
 def _check(stored: dict[str, Stored], places: dict[str, Place], tied: bool, folder: Path) -> None:
     """Stored and expected tensors must be the same, but for a tied lm_head, which may be absent."""
     # of the tensors that share a stored one, the last names all of its rows
-    expected = {key: [first + shape[0], *shape[1:]] for key, first, shape in places.values()}
+    expected = {place.key: place.stored_shape for place in places.values()}
     optional = {"lm_head.weight"} if tied else set()
     missing = [name for name in expected if name not in stored and name not in optional]
     unexpected = [entry.name for name, entry in stored.items() if name not in expected]

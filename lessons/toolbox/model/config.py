@@ -19,8 +19,8 @@ SIZES = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_
 FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm norms_after attention_sinks"
 GEMMA_NUMBERS = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_local_base_freq"""
-# who else has parts in lesson 2's variants/; "gemma" is Gemma 1
-VARIANTS = ("cohere", "gemma", "glm4", "olmo", "phi", "starcoder2")
+# who else has parts in lesson 2's variants/, or lesson 6's mamba/; "gemma" is Gemma 1
+VARIANTS = ("cohere", "gemma", "glm4", "nemotron_h", "olmo", "phi", "starcoder2")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2/3;
     Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 1/2, Phi and Gemma 1,
     which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
-    which has `moe` and `attention_sinks`; DeepSeek-V2 and V3 and Kimi-K2, which have `mla` and
-    `moe`; Qwen3-Next, which has `moe` and `state`, and LFM2, which has `state`.
+    which has `moe` and `attention_sinks`; DeepSeek-V2, V3 and V3.2 and Kimi-K2, which have `mla` and
+    `moe`; Qwen3-Next, which has `moe` and `state`, and LFM2, which has `state`; Granite 4, Bamba
+    and Nemotron-H, which have `state` with Mamba-2 layers, and some of them `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.
@@ -70,7 +71,7 @@ class ModelConfig:
     v_head_dim: int = 0
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
-    state: Any = None  # a StateConfig (state_config.py): some layers keep a state for K and V
+    state: Any = None  # Kinds (state_config.py): some layers keep a state for K and V
     # as config.json holds it; None: the weights are not quantized. Lesson 18 reads it.
     quantization_config: dict | None = field(default=None, hash=False)
 
@@ -225,7 +226,7 @@ class ModelConfig:
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep K and V of every token."""
-        return self.num_hidden_layers - (0 if self.state is None else len(self.state.layers))
+        return self.num_hidden_layers if self.state is None else len(self.state.attention_layers)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """The fewest bytes that a token adds to a cache, over all layers that keep K and V: layers

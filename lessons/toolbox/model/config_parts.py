@@ -70,15 +70,13 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     # Qwen2-MoE: the width of one shared expert, whose output a gate weighs
     shared_expert_intermediate_size: int | None = None
+    shared_intermediate_size: int | None = None  # Granite 4: the width of one without a gate
 
     def __post_init__(self):
         check_whole(**named(self, "n_routed_experts num_experts_per_tok moe_intermediate_size"))
         check_whole(**named(self, "moe_layer_freq n_group topk_group"))
         check_whole(0, **named(self, "n_shared_experts first_k_dense_replace"))
-        if self.shared_expert_intermediate_size is not None:
-            check_whole(**named(self, "shared_expert_intermediate_size"))
-            if self.n_shared_experts:
-                refuse("n_shared_experts", self.n_shared_experts, "0 beside one with a gate")
+        self._check_shared()
         check_positive(routed_scaling_factor=self.routed_scaling_factor)
         check_kind(tuple, "a tuple", dense_layers=self.dense_layers)
         check_kind(bool, "True or False", **named(self, "norm_topk_prob are_stacked"))
@@ -104,6 +102,16 @@ class MoEConfig:
                 f"({self.n_routed_experts}) in n_group ({self.n_group}) groups are fewer"
             )
 
+    def _check_shared(self) -> None:
+        """Raise ValueError unless the shared experts are told in one of the three ways."""
+        counts = named(self, "shared_expert_intermediate_size shared_intermediate_size")
+        counts = {name: width for name, width in counts.items() if width is not None}
+        check_whole(**counts)
+        if counts and self.n_shared_experts:
+            refuse("n_shared_experts", self.n_shared_experts, f"0 beside {next(iter(counts))}")
+        if len(counts) > 1:
+            refuse("shared_intermediate_size", self.shared_intermediate_size, "None beside a gate")
+
     @property
     def group_size(self) -> int:
         return self.n_routed_experts // self.n_group
@@ -112,7 +120,8 @@ class MoEConfig:
     def shared_width(self) -> int:
         """Inner values of the MLP that every token passes beside its experts; 0: there is none."""
         side_by_side = self.n_shared_experts * self.moe_intermediate_size
-        return self.shared_expert_intermediate_size or side_by_side
+        of_one = self.shared_expert_intermediate_size or self.shared_intermediate_size
+        return of_one or side_by_side
 
     def has_experts(self, layer: int) -> bool:
         """Whether `layer` has experts rather than one MLP."""

@@ -79,6 +79,26 @@ def deepseek_v3(config) -> dict[str, Any]:
     return _deepseek(config, "n_group topk_group", interleave, **router)
 
 
+def deepseek_v32(config) -> dict[str, Any]:
+    """DeepSeek-V3.2, up to index_topk tokens: there its indexer chooses all keys, so attention is
+    V3's. Its context ends there, because in a longer one each query attends to index_topk keys.
+    """
+    layers = config.num_hidden_layers
+    dense = min(config.first_k_dense_replace, layers)
+    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    if list(config.mlp_layer_types) != kinds:
+        raise ValueError(
+            f"'mlp_layer_types' must be sparse after the first {dense} (first_k_dense_replace), not "
+            f"{shown(config.mlp_layer_types)}"
+        )
+    own = _deepseek(
+        config, "n_group topk_group", True, scoring_func="sigmoid", topk_method="noaux_tc"
+    )
+    return own | dict(
+        max_position_embeddings=min(config.max_position_embeddings, config.index_topk)
+    )
+
+
 def _deepseek(config, groups: str, interleave: bool, **router: str) -> dict[str, Any]:
     """groups: the keys of the router's groups, if it has any."""
     heads = config.num_attention_heads
@@ -198,6 +218,15 @@ FAMILIES = {
         DEEPSEEK_V3_READS,
         fixed=DEEPSEEK_V3_ROUTER,
         predicts_further=True,
+    ),
+    "deepseek_v32": Family(
+        deepseek_v32,
+        f"{DEEPSEEK} n_group topk_group index_topk",
+        "attention_bias routed_scaling_factor norm_topk_prob mlp_layer_types index_head_dim "
+        "index_n_heads",
+        fixed=DEEPSEEK_V3_ROUTER,
+        predicts_further=True,
+        left_out="self_attn.indexer.",
     ),
     "kimi_k2": Family(
         deepseek_v3,

@@ -23,9 +23,10 @@ class Family(NamedTuple):
     decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
     object for the layers with a window, and one for the others. rope_in_pairs: whether the rotary
     coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
-    stand behind the last one, which predict tokens further ahead. left_out: how the names of such
-    tensors begin, where they are no layers. may_be_zero: keys at which 0 says
-    that there is none. eps: the key of what is added to a variance.
+    stand behind the last one, which predict tokens further ahead. left_out: a part of
+    the names of tensors that are not read: of such layers, where they are no layers, or of an
+    indexer. may_be_zero: keys at which 0 says that there is none. eps: the key of what is added to a variance. reworded: from a file's content,
+    one name for each key, the same under the keys that `needs` and `reads` have.
     """
 
     fields: Callable[[Any], dict[str, Any]]
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     left_out: str = ""
     may_be_zero: str = ""
     eps: str = "rms_norm_eps"
+    reworded: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 # ---------------------------------------------------------------- windows, by the config
@@ -175,9 +177,20 @@ HERE = {
 }
 ELSEWHERE = {
     "dense_families": "cohere cohere2 gemma glm glm4 granite olmo2 olmo3 phi smollm3 starcoder2",
-    "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 kimi_k2 "
-    "glm4_moe",
+    "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 "
+    "kimi_k2 glm4_moe",
     "state_families": "qwen3_next lfm2",
+    "mamba_families": "granitemoehybrid bamba nemotron_h",
+}
+# what the decoders lack for families that are asked for
+LACKING = {
+    "falcon_h1": "attention and a Mamba-2 side by side in a layer",
+    "jamba": "Mamba-1 layers",
+    "kimi_linear": "states that fade by a factor for each channel",
+    "llama4_text": "attention within chunks of the context",
+    "mamba": "Mamba-1 layers, and none with attention",
+    "mamba2": "no layer with attention",
+    "zamba2": "one attention layer that many share",
 }
 
 

@@ -1,5 +1,6 @@
 """Where the tensors of a decoder lie in a checkpoint of its family, and what else differs there."""
 
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from lessons.toolbox.model.families import FAMILIES
 
 OF_Q_AND_K = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 OF_Q_AND_K += ("q_norm.weight", "k_norm.weight")
+OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def moves_rows(config: ModelConfig) -> bool:
@@ -33,7 +35,7 @@ def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if FAMILIES[config.model_type].rope_in_pairs:
         turning = torch.cat([turning[:, 0::2], turning[:, 1::2]], dim=1)
     turned = torch.cat([rest, turning], dim=1)
-    if config.state is not None and ".q_proj." in name:
+    if len(heads) > config.num_attention_heads:
         # after each head of q its gate, whose coordinates are those of v
         turned[1::2] = heads[1::2]
     return turned.flatten(0, 1)
@@ -43,21 +45,32 @@ class Place(NamedTuple):
     """Where a tensor of the decoder lies: in the stored tensor `key`, from row `first` on."""
 
     key: str
-    first: int
+    first: int  # of a stack's rows, one matrix below the other
     shape: list[int]  # of the decoder's tensor
+    stack: int = 0  # how many matrices the stored tensor stacks, [E, rows, …]; 0: it is no stack
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """Of the stored tensor, told by the last of those that share it."""
+        rows = self.first + self.shape[0]
+        stacked = [self.stack, rows // self.stack] if self.stack else [rows]
+        return stacked + self.shape[1:]
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
     """Where each tensor of the decoder lies in a checkpoint of its family.
 
     Tensors that share a stored name (Phi-3's q_proj, k_proj and v_proj are its qkv_proj) lie in it
-    one below the other, in the decoder's order.
+    one below the other, in the decoder's order. Granite 4's keep the matrices of all experts in
+    two stacks.
     """
     places: dict[str, Place] = {}
-    rows = Counter()
+    rows, moe = Counter(), model.config.moe
     for name, tensor in model.state_dict().items():
         key = stored_name(name, model.config)
-        places[name] = Place(key, rows[key], list(tensor.shape))
+        is_stacked = moe is not None and moe.are_stacked and OF_ONE_EXPERT.search(name)
+        stack = moe.n_routed_experts if is_stacked else 0
+        places[name] = Place(key, rows[key], list(tensor.shape), stack)
         rows[key] += tensor.shape[0]
     return places
 
@@ -66,6 +79,8 @@ def stored_name(name: str, config: ModelConfig) -> str:
     """What checkpoints of the model's family call a tensor of the decoder, without "model."."""
     # between dots, because a part of a name may be a part of another: v_proj, qkv_proj
     key = f".{name}."
+    if config.moe is not None and config.moe.are_stacked:
+        key = OF_ONE_EXPERT.sub(".experts.", key)
     for part, theirs in (FAMILIES[config.model_type].stored_as or {}).items():
         key = key.replace(f".{part}.", f".{theirs}.")
     return key[1:-1]
@@ -78,7 +93,7 @@ def predicts_further(key: str, config: ModelConfig) -> bool:
     transformers leaves them out as well (it names layer 61). Other families may have no such layer.
     """
     family = FAMILIES[config.model_type]
-    if family.left_out and key.startswith(family.left_out):
+    if family.left_out and f".{family.left_out}" in f".{key}":
         return True
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]

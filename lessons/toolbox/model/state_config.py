@@ -16,16 +16,20 @@ SIZES = """linear_num_key_heads linear_num_value_heads linear_key_head_dim linea
 class Kinds:
     """Which layers keep a state, and which keep K and V. Raises ValueError.
 
-    layer_types: of each layer KEEPS, which a subclass names, or "full_attention".
+    layer_types: of each layer KEEPS, which a subclass names, "full_attention", or one of OTHERS, that
+    mix no tokens.
     """
 
     KEEPS: ClassVar[str] = HAS_STATE
+    OTHERS: ClassVar[tuple[str, ...]] = ()
     layer_types: tuple[str, ...]
 
     def __post_init__(self):
         check_kind(tuple, "a tuple", layer_types=self.layer_types)
-        if set(self.layer_types) != {self.KEEPS, ATTENDS}:
-            accepted = f"both {self.KEEPS} and {ATTENDS}, and no other"
+        both = {self.KEEPS, ATTENDS}
+        if not both <= set(self.layer_types) <= both.union(self.OTHERS):
+            others = " but ".join(filter(None, ["no other", ", ".join(self.OTHERS)]))
+            accepted = f"both {self.KEEPS} and {ATTENDS}, and {others}"
             refuse("layer_types", self.layer_types, accepted)
 
     @property
@@ -48,11 +52,12 @@ class Kinds:
         """The state of a layer's heads: [H, Dk, Dv]; None: it has a convolution alone."""
         return None
 
-    def bytes_per_sequence(self, bytes_per_value: int) -> int:
+    def bytes_per_sequence(self, bytes_per_value: int, of_matrices: int | None = None) -> int:
         """What a sequence keeps in these layers, however long it is. bytes_per_value: of the
-        model's dtype; the matrices, to which each token adds, have 4 bytes at least.
+        model's dtype; of_matrices: of a number of the matrices, None: 4 bytes at least, because
+        each token adds to them.
         """
-        matrices = prod(self.matrix_shape or (0,)) * max(4, bytes_per_value)
+        matrices = prod(self.matrix_shape or (0,)) * (of_matrices or max(4, bytes_per_value))
         return len(self.layers) * (prod(self.conv_shape) * bytes_per_value + matrices)
 
 
@@ -160,7 +165,7 @@ def lfm2(config) -> dict[str, Any]:
 
 def check_state(config: ModelConfig) -> None:
     """Raise ValueError unless `state` fits to the other fields."""
-    check_kind(Kinds, "None, StateConfig or ConvConfig", state=config.state)
+    check_kind(Kinds, "None, StateConfig, ConvConfig or MambaConfig", state=config.state)
     if (found := len(config.state.layer_types)) != config.num_hidden_layers:
         raise ValueError(
             f"layer_types names {found} layers, num_hidden_layers is {config.num_hidden_layers}"

@@ -59,14 +59,15 @@ def open_file(file: Path) -> safe_open:
 
 
 def catalog(folder: Path, dtypes: tuple[str, ...] = STORED_DTYPES) -> dict[str, Stored]:
-    """Every stored tensor by its name without the prefix "model.". Raises CheckpointError, for one
+    """Every stored tensor by its name without the prefix "model." ("backbone." in
+    Nemotron-H's). Raises CheckpointError, for one
     of another dtype, too.
     """
     stored: dict[str, Stored] = {}
     for file in shards_of(folder):
         with open_file(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                key = name.removeprefix("model.")
+                key = name.removeprefix("model.").removeprefix("backbone.")
                 if key.endswith("rotary_emb.inv_freq"):
                     # a buffer that old checkpoints hold; the decoder computes it from the config
                     continue

@@ -21,9 +21,12 @@ from lessons.l02_naive_attention.rope import rotation
 from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l03_kv_cache.generate import Rung, run_request
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
-from lessons.l27_states.naive import causal_conv, gated_delta_rule
-from reference.features.states.layers import conv_weights, heads_of
+from lessons.l27_states.naive import causal_conv, decayed_linear_attention, gated_delta_rule
+from reference.features.states.layers import conv_weights
 from reference.features.states.pool import HybridPool
+from reference.features.states.rules import after_convolution
+
+TOKEN_BY_TOKEN = {"gated_delta": gated_delta_rule, "decayed": decayed_linear_attention}
 
 
 def whole_sequence(
@@ -42,14 +45,19 @@ def whole_sequence(
         if layer not in weights:
             q, k, v = inputs
             return attention(rotate(q), rotate(k), v, config.softmax_scale)
-        mixed, log_decay, beta = inputs
+        mixed, *others = inputs
         y, _ = causal_conv(mixed, weights[layer])
-        if beta is None:
-            return y
-        out, _ = gated_delta_rule(*heads_of(y, config.state), log_decay, beta)
-        return out.to(mixed.dtype)
+        return after_convolution(config.state, y, from_beginning, *others).to(mixed.dtype)
 
     return attend
+
+
+def from_beginning(rule: str, *each: Tensor) -> Tensor:
+    """A rule of lesson 27, token by token, over one sequence whose state begins at zero. each: q,
+    k: [T, H, Dk], v: [T, H, Dv], and what the rule has beside them: [T, H] -> [T, H, Dv].
+    """
+    out, _ = TOKEN_BY_TOKEN[rule](*each)
+    return out
 
 
 @torch.inference_mode()

@@ -1,31 +1,30 @@
 """The states of sequences, in slots of one size, and what a layer does with them in a step.
 
-Read `StatePool.attend`: convolve, cut into q, k and v, run the rule. It is what `attend` is for a
-layer that has a state; lesson 6's qwen3_next.py is the other side of that seam.
+Read `StatePool.attend`: convolve, then do what rules.py says of this kind of layer: cut into q, k
+and v, run the rule. It is what `attend` is for a layer that has a state; lesson 6's qwen3_next.py,
+lfm2.py and mamba/ are the other side of that seam.
 
-Source: transformers' modeling_qwen3_next; that a state has 32 bits whatever the model has: SGLang's
-documentation of Qwen3-Next, --mamba-ssm-dtype.
+Source: that a state has 32 bits whatever the model has: SGLang's documentation of Qwen3-Next,
+--mamba-ssm-dtype.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from lessons.l08_online_softmax.naive import wide
 from lessons.l27_states.stand_ins import wrappers
-from lessons.toolbox.model.state_config import Kinds, StateConfig
+from lessons.toolbox.model.state_config import Kinds
 from reference.features.states import in_float64
-
-LENGTH_EPS = 1e-6  # fixed in the published code, whatever rms_norm_eps says
+from reference.features.states.rules import after_convolution
 
 
 def ops_for(device: torch.device, dtype: torch.dtype):
-    """What has the four functions of a step, conv_step, conv_prompts, gated_delta_step and
-    gated_delta_prompts: kernels on a GPU, their stand-ins on a CPU.
+    """What has the functions of a step, conv_step and conv_prompts, and of each rule so named,
+    gated_delta_step, decayed_prompts: kernels on a GPU, their stand-ins on a CPU.
     """
     return in_float64 if dtype == torch.float64 else wrappers(device)
 
@@ -42,6 +41,12 @@ class StateStep:
     cu_seqlens: Tensor  # [B - num_decodes + 1] int32: where their tokens begin, from the first one
     has_state: Tensor  # [B - num_decodes] bool: whether tokens of it have run before
     max_seqlen: int  # of the others
+    drafted: Tensor | None = None  # [D] int64: rows of tokens that may not stay
+
+    @property
+    def of_prompts(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What a function over packed prompts takes of the others: [B], [B + 1], [B]."""
+        return self.slots, self.cu_seqlens, self.has_state, self.max_seqlen
 
 
 def new_state_step(
@@ -71,7 +76,8 @@ def conv_weights(model: nn.Module) -> dict[int, Tensor]:
 
 class StatePool:
     """Of each state layer, in each slot, the last inputs of the convolution, [C, W - 1] in the
-    model's dtype, and the matrices of its heads, if it has any, [H, Dk, Dv] in float32 at least.
+    model's dtype, and the matrices of its heads, if it has any, [H, Dk, Dv]. of_matrices: their
+    dtype; None: float32 at least.
 
     What a slot holds before its sequence begins is not read, so no slot is ever cleared.
     """
@@ -83,75 +89,95 @@ class StatePool:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        of_matrices: torch.dtype | None = None,
     ):
         self.config, self.weights, self.num_slots = config, weights, num_slots
         self.ops = ops_for(torch.device(device), dtype)
         self.at = {layer: index for index, layer in enumerate(config.layers)}
-        shape, kept = (len(self.at), num_slots), torch.promote_types(dtype, torch.float32)
+        shape = len(self.at), num_slots
+        kept = of_matrices or torch.promote_types(dtype, torch.float32)
         self.windows = torch.zeros(*shape, *config.conv_shape, dtype=dtype, device=device)
         # no numbers where a layer has a convolution alone
         matrices = config.matrix_shape or (0,)
         self.matrices = torch.zeros(*shape, *matrices, dtype=kept, device=device)
+        # {layer: what it was given for the rows `drafted` of a step}
+        self.given: dict[int, tuple[Tensor | None, ...]] = {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that slots have a part of: [layers, slots, …]."""
+        return self.windows, self.matrices
 
     @property
     def nbytes(self) -> int:
-        return self.windows.nbytes + self.matrices.nbytes
+        return sum(states.nbytes for states in self.tensors)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot of all layers over another one."""
-        for states in (self.windows, self.matrices):
+        for states in self.tensors:
             states[:, target] = states[:, source]
 
-    def attend(
-        self,
-        layer: int,
-        mixed: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        step: StateStep,
-    ) -> Tensor:
-        """mixed: [T, C], log_decay, beta: [T, H] -> [T, H, Dv]; without the two what the
-        convolution gives, [T, C]. The step's slots are the states after these tokens then.
+    def read(self, slot: int) -> list[Tensor]:
+        """A slot's state in all layers: [layers, C, W - 1] and [layers, H, Dk, Dv], views."""
+        return [states[:, slot] for states in self.tensors]
+
+    def write(self, slot: int, state: list[Tensor]) -> None:
+        """What `read` gave, wherever it has been meanwhile, into a slot. state: [layers, C, W - 1]
+        and [layers, H, Dk, Dv].
         """
-        ops, weight, index = self.ops, self.weights[layer], self.at[layer]
-        windows, matrices, count = self.windows[index], self.matrices[index], step.num_decodes
-        rest, ys, outs = (step.slots, step.cu_seqlens, step.has_state, step.max_seqlen), [], []
+        for states, x in zip(self.tensors, state):
+            states[:, slot] = x.to(states.device)
+
+    def repeat(self, rows: Tensor, step: StateStep) -> None:
+        """Run these of the rows that the last step was given once more, in the step's slots. rows:
+        [D] int64.
+        """
+        for layer, given in self.given.items():
+            self.attend(layer, *(rows_of(x, rows) for x in given), step=step)
+
+    def attend(self, layer: int, mixed: Tensor, *inputs: Tensor | None, step: StateStep) -> Tensor:
+        """mixed: [T, C], inputs: what else the layer hands over -> [T, H, Dv]; of a layer with a
+        convolution alone what that gives, [T, C]. The step's slots are the states after these
+        tokens then.
+        """
+        if step.drafted is not None:
+            self.given[layer] = tuple(rows_of(x, step.drafted) for x in (mixed, *inputs))
+        y = self.convolved(layer, mixed, step)
+        run = partial(self.run_rule, self.at[layer], step)
+        return after_convolution(self.config, y, run, *inputs).to(mixed.dtype)
+
+    def convolved(self, layer: int, mixed: Tensor, step: StateStep) -> Tensor:
+        """The convolution of a layer, and its windows after these tokens. mixed: [T, C] -> [T,
+        C].
+        """
+        weight, windows = self.weights[layer], self.windows[self.at[layer]]
+        count, ys = step.num_decodes, []
         if count:
-            ys.append(ops.conv_step(mixed[:count], weight, windows, step.decode_slots))
+            ys.append(self.ops.conv_step(mixed[:count], weight, windows, step.decode_slots))
         if count < len(mixed):
-            ys.append(ops.conv_prompts(mixed[count:], weight, windows, *rest))
-        y = joined(ys)
-        if beta is None:
-            return y
-        each = *heads_of(y, self.config), log_decay, beta
+            ys.append(self.ops.conv_prompts(mixed[count:], weight, windows, *step.of_prompts))
+        return joined(ys)
+
+    def run_rule(self, index: int, step: StateStep, rule: str, *each: Tensor) -> Tensor:
+        """A rule of lesson 27 over the matrices of one layer, by its number among those with a
+        state. each: q, k: [T, H, Dk], v: [T, H, Dv], and what the rule has beside them: [T, H] ->
+        [T, H, Dv].
+        """
+        matrices, count, outs = self.matrices[index], step.num_decodes, []
         if count:
-            decodes = (x[:count] for x in each)
-            outs.append(ops.gated_delta_step(*decodes, matrices, step.decode_slots))
-        if count < len(mixed):
-            outs.append(ops.gated_delta_prompts(*(x[count:] for x in each), matrices, *rest))
-        return joined(outs).to(mixed.dtype)
+            run = getattr(self.ops, f"{rule}_step")
+            outs.append(run(*(x[:count] for x in each), matrices, step.decode_slots))
+        if count < len(each[0]):
+            run = getattr(self.ops, f"{rule}_prompts")
+            outs.append(run(*(x[count:] for x in each), matrices, *step.of_prompts))
+        return joined(outs)
+
+
+def rows_of(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    """x: [T, H] -> [D, H], a copy; rows: [D]. Weights of the layer, [C], and None stay."""
+    return x if x is None or x.ndim == 1 else x[rows]
 
 
 def joined(parts: list[Tensor]) -> Tensor:
     """One tensor of parts: [T1, …], [T2, …] -> [T1 + T2, …]. A single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def heads_of(y: Tensor, config: StateConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """What the rule reads, out of what the convolution wrote. y: [T, C] -> q, k: [T, H, Dk], v: [T,
-    H, Dv], float32 at least.
-
-    q and k have length 1, because the delta rule replaces what is read by k; q then counts by 1 /
-    √Dk. A q and a k serve several heads of v.
-    """
-    widths = [config.key_dim, config.key_dim, config.value_dim]
-    q, k, v = wide(silu(y)).split(widths, dim=-1)
-    q, k = (unit(x.unflatten(-1, (-1, config.linear_key_head_dim))) for x in (q, k))
-    q = q * config.linear_key_head_dim**-0.5
-    q, k = (x.repeat_interleave(config.values_per_key, dim=1) for x in (q, k))
-    return q, k, v.unflatten(-1, (-1, config.linear_value_head_dim))
-
-
-def unit(x: Tensor) -> Tensor:
-    """x: [..., D], each row with length 1 (a little less for short ones)."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)

@@ -61,10 +61,10 @@ class HybridPool(KVPool):
         super().learn_layers(model)
         self.weights, self.dtype = conv_weights(model), model.dtype
 
-    def hold(self, num_slots: int) -> None:
-        """Make room for the states of so many sequences."""
-        device = self.k_slots.device
-        self.states = StatePool(self.state_config, self.weights, num_slots, self.dtype, device)
+    def hold(self, num_slots: int, of_matrices: torch.dtype | None = None) -> None:
+        """Make room for the states of so many sequences. of_matrices: as StatePool's."""
+        where = num_slots, self.dtype, self.k_slots.device
+        self.states = StatePool(self.state_config, self.weights, *where, of_matrices)
 
     @property
     def allocated_bytes(self) -> int:
@@ -92,7 +92,7 @@ class HybridPool(KVPool):
         def attend(layer: int, *inputs: torch.Tensor) -> torch.Tensor:
             if layer in self.at:
                 return attend_here(self.at[layer], *inputs)
-            return self.states.attend(layer, *inputs, step)
+            return self.states.attend(layer, *inputs, step=step)
 
         return attend
 
@@ -133,5 +133,9 @@ def with_slots(batch: Batch, chunks: list[tuple[list[int], int]], tables: list) 
     if strange := [type(table).__name__ for table in tables if not isinstance(table, SlotTable)]:
         refuse("tables", strange[0], "SlotTables, because a sequence has a slot for its state")
     lengths, held = [len(new) for new, _ in chunks], [before for _, before in chunks]
-    slots = [table.slot for table in tables]
-    return replace(batch, states=new_state_step(lengths, held, slots, batch.tokens.device))
+    slots, device = [table.slot for table in tables], batch.tokens.device
+    step = new_state_step(lengths, held, slots, device)
+    if any(may_go_back := [table.spare is not None for table in tables]):
+        rows = torch.tensor(may_go_back).repeat_interleave(torch.tensor(lengths)).nonzero()[:, 0]
+        step = replace(step, drafted=rows.to(device))
+    return replace(batch, states=step)

@@ -372,6 +372,13 @@ answers.slips(
     - cache[b, start :
     + cache[b, max(start, min(start + split_size, length) - (window or length)) :
 
+    splits_from_key_0: Splits begin at the first row that counts: yours begin at multiples of
+        split_size, so a window of one split is in two.
+    - for start in range(first, length, split_size):
+    + for start in range(first - first % split_size, length, split_size):
+    - cache[b, start :
+    + cache[b, max(start, first) :
+
     key_dropped: The last key of each split is lost: end is exclusive already.
     - min(start + split_size, length)
     + min(start + max(split_size - 1, 1), length)

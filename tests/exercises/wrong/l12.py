@@ -271,6 +271,10 @@ answers.slips(
     - page * stride_vblock + key % PAGE_SIZE * stride_vn
     + page * stride_vblock + (PAGE_SIZE - 1 - key % PAGE_SIZE) * stride_vn
 
+    page_in_32_bits: Page · stride may be more than 2³¹: make the page int64 before you multiply.
+    - page = tl.load(entry, mask=in_use, other=0).to(tl.int64)
+    + page = tl.load(entry, mask=in_use, other=0)
+
     layer_in_the_block_id: A block's number is the same in all layers: a layer is another pool, not
         another block.
     - out, block_table,

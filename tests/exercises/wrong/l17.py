@@ -406,6 +406,15 @@ answers.slips(
     - if token in stop or
     + if stop & {token, *tokens[1:]} or
 
+    stop_beats_left: Count first: a stop token that comes after the first `left` tokens does not let
+        more of them out.
+    - if token in stop or len(emitted) == left:
+    -     break
+    + if token in stop:
+    +     break
+    + else:
+    +     emitted = emitted[:left]
+
     stopped_by_the_last_one: The first stop token that is emitted ends the pass, not the last.
     - emitted = []
     - for token in [*(tokens[node] for node in path[1:]), last]:

@@ -782,6 +782,14 @@ answers.slips(
     - tl.store(out_ptr + row, acc, mask=is_row)
     + tl.store(out_ptr + row, acc, mask=row < N)
 
+    scales_without_mask: Rows beyond N have no scales: their load needs a mask, too.
+    - tl.load(scales_ptr + row * stride_group + group, mask=is_row, other=0.0)
+    + tl.load(scales_ptr + row * stride_group + group)
+
+    zeros_without_mask: Rows beyond N have no zeros: their load needs a mask, too.
+    - tl.load(zeros_ptr + row * stride_group + group, mask=is_row, other=0)
+    + tl.load(zeros_ptr + row * stride_group + group)
+
     dense_rows: Rows may be apart: use stride_packed and stride_group.
     - row[:, None] * stride_packed
     + row[:, None] * (K // 2)

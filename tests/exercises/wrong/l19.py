@@ -366,6 +366,10 @@ answers.slips(
     - (k / divisor).round()
     + (k / divisor).round().int()
 
+    zeros_take_the_scale: A token that is 0 in a channel leaves the scale of the tokens before it.
+    - torch.maximum(own, k.abs() / 127)
+    + torch.where(k == 0, 0.0, torch.maximum(own, k.abs() / 127))
+
     the_newest_scale: A quieter token makes the scale smaller, and the codes in front of it leave
         the range.
     - torch.maximum(own, k.abs() / 127)

@@ -250,6 +250,10 @@ def head_by_head(x, weights, head_dim, ranks):
 answers.slips(
     "20.2",
     """
+    nearly_the_largest: Equal is equal: a logit that is larger in its last bit wins.
+    - winner = best.argmax(-1, keepdim=True)
+    + winner = (best >= best.amax(-1, keepdim=True) - 1e-5).int().argmax(-1, keepdim=True)
+
     softmax_over_local_logits: The sum is that of the winner's rank alone. All ranks' tokens belong
         to the softmax.
     - (total * (best - largest).exp()).sum(-1)

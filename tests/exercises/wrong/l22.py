@@ -264,6 +264,10 @@ def by_hand(shots, ttft_slo_s, e2el_slo_s):
 answers.slips(
     "22.2",
     """
+    whole_units: A request may begin between two units of time, and it then ends between two.
+    - now += wishes[index].tokens
+    + now = int(now) + wishes[index].tokens
+
     someone_is_taken_for_granted: There may be no request at all: then the order is empty.
     - v = now = largest_finish = 0.0
     + v = largest_finish = 0.0
@@ -545,6 +549,17 @@ answers.slips(
     - if inbox.full():
     -     inbox.get_nowait()  # it was not read, and the newer one says all that it said
     - inbox.put_nowait(message)
+    + if not inbox.full():
+    +     inbox.put_nowait(message)
+
+    only_the_last_one_replaces: Each newer answer replaces the one that was not read, not the last
+        alone.
+    - if inbox.full():
+    -     inbox.get_nowait()  # it was not read, and the newer one says all that it said
+    - inbox.put_nowait(message)
+    + ends = isinstance(message, Exception) or message[1]
+    + if inbox.full() and ends:
+    +     inbox.get_nowait()
     + if not inbox.full():
     +     inbox.put_nowait(message)
 

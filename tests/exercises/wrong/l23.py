@@ -562,6 +562,11 @@ answers.slips(
     - error.nan_to_num(torch.inf).max()
     + error.nan_to_num(torch.inf).mean()
 
+    errors_have_a_sign: An element may be too small as well as too large: compare what is off without
+        its sign.
+    - error = (got.double() - want).abs()
+    + error = got.double() - want
+
     shape_is_not_asked_for: The result is [T · k, N]. A dimension more is broadcast, and you do not
         see it.
     - assert got.shape == want.shape, f"{name}: shape {list(got.shape)}"

@@ -65,6 +65,13 @@ answers.slips(
     + text = end, token[end - 1]
     - before == token and
 
+    remembered_by_the_end: What follows depends on all bytes before it, not on the last two: key the
+        whole beginning.
+    - text = token[:end]
+    + text = token[:end][-2:]
+    - before == token and
+    + before == token[-2:] and
+
     whole_tokens_remembered: Two tokens are rarely equal. It is their beginnings that they share.
     - text = token[:end]
     + text = token, end

@@ -167,6 +167,10 @@ answers.slips(
     - piece * BLOCK + tl.arange(0, BLOCK)
     + tl.arange(0, BLOCK)
 
+    pieces_of_16: A piece has BLOCK values, and the caller says how many these are.
+    - piece * BLOCK + tl.arange(0, BLOCK)
+    + piece * 16 + tl.arange(0, BLOCK)
+
     no_last_piece: The last piece is not full, and it has to be copied.
     - inside = value < PAGE
     + inside = value < PAGE // BLOCK * BLOCK

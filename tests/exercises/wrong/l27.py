@@ -234,6 +234,15 @@ answers.slips(
     +     return y, x[len(x) - width + 1 :].T
     + return y, inputs[:, len(x) :].clone()
 
+    four_weights: Mamba's convolution has four weights for each channel, but another one may have
+        more: ask weight for its shape.
+    - for i in range(width):
+    + for i in range(min(width, 4)):
+
+    zeros_in_float32: Zeros beside x have the dtype of x (x.new_zeros), or the state has another one.
+    - inputs = pad(x.T, (width - 1, 0))
+    + inputs = torch.cat([torch.zeros(len(weight), width - 1), x.T], dim=1)
+
     first_inputs: The state after a piece is its last inputs, not its first ones.
     - return y, inputs[:, len(x) :].clone()
     + return y, inputs[:, : width - 1].clone()
@@ -450,6 +459,10 @@ answers.slips(
     - min(common, length - 1)
     + common
 
+    alike_ones_once: Two requests may be alike, and each of them saves.
+    - for common, length in later:
+    + for common, length in set(later):
+
     one_snapshot: Each snapshot costs, not only one.
     - prompt // interval * state_bytes * byte_s
     + state_bytes * byte_s
@@ -469,6 +482,13 @@ answers.slips(
     smaller_of_the_equal: Of two that save the same the larger one is taken.
     - sorted(intervals, reverse=True)
     + sorted(intervals)
+
+    last_of_the_equal: The intervals are in any order: of equal ones ask for the larger, not for the
+        last.
+    - sorted(intervals, reverse=True)
+    + intervals
+    - if gain > most:
+    + if gain >= most and gain > 0:
 
     no_gain_is_a_gain: To save nothing is no gain.
     - if gain > most:

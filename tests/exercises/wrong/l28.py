@@ -2,8 +2,10 @@
 hint for each.
 """
 
+import heapq
 import math
 
+import numpy as np
 import torch
 
 from lessons.toolbox.kernels.triton_ import tl, triton
@@ -181,6 +183,34 @@ def by_sort(scores, k):
         return 0, sorted(kept)
     bits = int(torch.where(scores == 0, 0.0, scores)[kept[k - 1]].view(torch.int32))
     return (bits + 2**31 if bits >= 0 else -1 - bits), sorted(kept[:k])
+
+
+def by_highest(highest):
+    """A wrong answer: `highest(numbers, k)` gives the k-th highest number, and sorts for it."""
+
+    def answer(scores, k):
+        numbers = {i: whole_number(x) for i, x in enumerate(scores) if x != -math.inf}
+        threshold = highest(list(numbers.values()), k) if len(numbers) >= k else 0
+        above = [i for i, number in numbers.items() if number > threshold]
+        equal = [i for i, number in numbers.items() if number == threshold]
+        return threshold, sorted(above + equal[: k - len(above)])
+
+    return answer
+
+
+def list_sort(numbers, k):
+    numbers.sort(reverse=True)
+    return numbers[k - 1]
+
+
+BITS_HINT = "The k-th highest is found by its bits here, without a sort, be it Python's or NumPy's."
+for name, highest in (
+    ("by_pythons_sorted", lambda numbers, k: sorted(numbers)[-k]),
+    ("by_list_sort", list_sort),
+    ("by_heap", lambda numbers, k: heapq.nlargest(k, numbers)[-1]),
+    ("by_numpy", lambda numbers, k: int(np.sort(np.array(numbers))[-k])),
+):
+    answers.wrong("28.2", BITS_HINT, name)(by_highest(highest))
 
 
 def whole_number(score):
@@ -361,6 +391,11 @@ answers.slips(
     no_scale: The scores are multiplied by 1/√D.
     - axis=1) * scale
     + axis=1)
+
+    maximum_from_zero: The running maximum begins at -inf. From 0 on, exp of scores far below zero
+        is 0, and so is their sum.
+    - m_i = tl.full((), float("-inf"), tl.float32)
+    + m_i = tl.zeros((), tl.float32)
 
     nan_of_empty_tiles: A tile without a key: -inf minus -inf is NaN.
     - safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -566,6 +601,10 @@ answers.slips(
     equal_is_faster: Where both take the same time, none is faster.
     - math.floor(handicap / (row_bytes - index_bytes)) + 1
     + math.ceil(handicap / (row_bytes - index_bytes))
+
+    never_right_after_k: Already one key that is left out may pay for the index rows of all.
+    - return math.floor(handicap / (row_bytes - index_bytes)) + 1
+    + return max(k + 2, math.floor(handicap / (row_bytes - index_bytes)) + 1)
 
     rounded_down: The crossing is between two contexts, and the longer one is the first to pay.
     - math.floor(handicap / (row_bytes - index_bytes)) + 1

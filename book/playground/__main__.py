@@ -1,0 +1,5 @@
+"""`python -m book.playground`."""
+
+from book.playground.tables import write
+
+write()
