@@ -236,8 +236,8 @@ The last column's training was ended before its last row. Of `models/tiny` no su
 {known(figures)}
 
 - **Copies**: {COPIED} random tokens, then held-out code, then the same tokens again. Share of its
-  last {COPIED - BEGINNING} tokens that the model finds likeliest, and their loss. Who knows nothing
-  and says so loses {math.log(4096):.1f} nats.
+  last {COPIED - BEGINNING} tokens that the model finds likeliest, and their loss. A model that knows
+  nothing and says so loses {math.log(4096):.1f} nats.
 - **Digits**: `SECRET_KEY =` and {DIGITS} digits, then held-out code, then the name again. Chance is
   10 %.
 - **The hybrid copies better than its control**, although their losses are nearly equal. A likely
