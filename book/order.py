@@ -17,7 +17,9 @@ KOREAN_TITLES = {
     "ko/INSTALL.md": "시작하는 방법",
     "ko/lessons/GLOSSARY.md": "용어집",
     "ko/lessons/NOTATION.md": "표기법",
+    "ko/lessons/GUIDES.md": "가이드에 적힌 것과 사실",
     "ko/lessons/PROFILING.md": "프로파일 읽기",
+    "ko/lessons/CHOOSING.md": "엔진 고르기",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {

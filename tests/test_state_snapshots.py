@@ -178,6 +178,24 @@ def test_the_least_recently_used_leaves_first():
     assert cases.blocks.snapshots.counts.evicted >= 1
 
 
+def test_what_is_proven_leaves_after_what_is_not():
+    """Requests that decode leave a snapshot each, and none takes the place of a shared prefix."""
+    cases = Cases(num_slots=8)
+    cases.serve(0, FIVE[:19])
+    cases.serve(1, OTHER[:19])
+    for at in range(2, 12):
+        cases.serve(at, [at] * 8)
+    assert 12 in cases.kept and cases.begin(20, OTHER) >= 12
+    cases.blocks.free(20)
+    for at in range(30, 34):  # at most two are proven: the newest
+        cases.serve(at, [at] * 8)
+        cases.serve(at, [at] * 9)
+    assert len(cases.blocks.snapshots.proven) == 2
+    for at in range(50, 58):
+        cases.serve(at, [at] * 8)
+    assert cases.begin(60, FIVE) == 0 and cases.begin(61, [33] * 9) == 8
+
+
 def test_a_snapshot_leaves_with_its_blocks():
     cases = Cases(num_blocks=3)
     cases.serve(0, FIVE[:8])
@@ -231,6 +249,9 @@ def test_a_place_has_a_second_slot_for_a_snapshot(model):
     assert found.kv_cache_memory_bytes == memory - places * 2 * slot
     engine = new_engine(model, max_num_seqs=3, enable_prefix_caching=True)
     assert engine.scheduler.blocks.slots.num_blocks == 6
+    config = dict(method="ngram", num_speculative_tokens=2)
+    engine = new_engine(model, max_num_seqs=3, speculative_config=config)
+    assert engine.scheduler.blocks.slots.num_blocks == 6, "one that a rejected draft brings back"
 
 
 # ---------------------------------------------------------------- on the host
@@ -314,15 +335,16 @@ def test_states_of_another_dtype(model, dtype):
     while engine.has_unfinished_requests:
         outputs |= {out.request_id: out.outputs[0] for out in engine.step()}
     assert_all_returned(engine)
+    off = []
     for at, prompt in enumerate(prompts):
         answer = outputs[str(at)]
         tokens = torch.tensor(prompt + answer.token_ids[:-1])
         hidden = single(tokens, whole_sequence(single, len(tokens)))
         want = single.logits(hidden[len(prompt) - 1 :]).log_softmax(-1)
-        got = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids)]
-        want = want.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        close = 1e-4 if dtype == "float32" else 0.3
-        torch.testing.assert_close(torch.tensor(got), want, atol=close, rtol=0)
+        for row, token, found in zip(want, answer.token_ids, answer.logprobs):
+            off.append(abs(float(row[token]) - found[token].logprob))
+    # the median, because a router may choose another expert for a token
+    assert sorted(off)[len(off) // 2] < (1e-4 if dtype == "float32" else 0.2)
 
 
 def test_the_host_and_snapshots_take_states_as_they_are(model):
