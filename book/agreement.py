@@ -61,7 +61,7 @@ def _section(source: str, page: str) -> Iterator[str]:
     source, page = LINK.sub(r"\g<label>", source), LINK.sub(r"\g<label>", page)
     yield from _numbers("number", source, page)
     theirs, ours = _rows(source), _rows(page)
-    if [row.count("|") for row in theirs] != [row.count("|") for row in ours]:
+    if [_shape(row) for row in theirs] != [_shape(row) for row in ours]:
         yield f"rows of tables: {len(theirs)} in the source, {len(ours)} here, or other cells"
         return
     for number, (their, our) in enumerate(zip(theirs, ours)):
@@ -74,6 +74,11 @@ def _targets(text: str) -> list[str]:
 
 def _rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def _shape(row: str) -> tuple[int, bool]:
+    """Its cells, and whether it is the line below a head."""
+    return row.count("|"), not row.strip("|-: ")
 
 
 def _numbers(what: str, source: str, page: str) -> Iterator[str]:

@@ -16,6 +16,10 @@ KOREAN_TITLES = {
     "README.ko.md": "처음",
     "ko/INSTALL.md": "시작하는 방법",
     "ko/lessons/GLOSSARY.md": "용어집",
+    "ko/lessons/NOTATION.md": "표기법",
+    "ko/lessons/GUIDES.md": "가이드에 적힌 것과 사실",
+    "ko/lessons/PROFILING.md": "프로파일 읽기",
+    "ko/lessons/CHOOSING.md": "엔진 고르기",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {
@@ -115,6 +119,7 @@ def korean(root: Path) -> list[Chapter]:
         for title, room in KOREAN_ROW.findall(front.read_text(encoding="utf-8")):
             titles[translations.place_of(f"lessons/{room}/README.md")] = title
     pages = [translations.place_of(source) for source in translations.wanted(root)]
+    pages += [page for page in translations.translated(root) if page not in pages]
     there = [page for page in [*pages, *translations.OWN] if (root / page).is_file()]
     return [Chapter(page, titles.get(page, "")) for page in there]
 

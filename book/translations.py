@@ -57,7 +57,8 @@ def wanted(root: Path) -> list[str]:
     """The English pages that the Korean edition means to have, in the order of reading."""
     rooms = sorted(root.glob("lessons/l[0-9][0-9]_*/README.md"))
     rooms = [path.relative_to(root).as_posix() for path in rooms]
-    return ["README.md", "INSTALL.md", "lessons/GLOSSARY.md", *rooms]
+    beside = ["GLOSSARY", "NOTATION", "GUIDES", "PROFILING", "CHOOSING"]
+    return ["README.md", "INSTALL.md", *(f"lessons/{page}.md" for page in beside), *rooms]
 
 
 def missing(root: Path) -> list[str]:

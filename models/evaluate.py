@@ -224,6 +224,8 @@ held-out modules. More tokens give better models of the same shape. The heads of
 ([HEADS.md](HEADS.md)), the adapters of lesson 21 ([ADAPTERS.md](ADAPTERS.md)) and the eyes of
 `models/tiny-vision` ([VISION.md](VISION.md)) belong to these weights and have to be trained again
 as well, and what is recorded under `results/` was recorded with them.
+`models/tiny-hybrid` ([HYBRID.md](HYBRID.md)) has only the tokenizer from here:
+`python -m models.train_hybrid hybrid` trains it.
 
 ## Samples
 

@@ -1,5 +1,7 @@
 """Shapes of the embedded models, and random weights to begin their training with."""
 
+import math
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -48,7 +50,9 @@ MIXES = {  # of layers: Qwen3-Next's three and one, and what it is compared with
     "hybrid": (STATE, STATE, STATE, CACHE),
     "attention": (CACHE,) * 4,
     "states": (STATE,) * 4,
+    "slow": (STATE, STATE, STATE, CACHE),  # as hybrid, but its states fade slowly at first
 }
+SLOW = (0.001, 0.1)  # the range of time steps that Mamba-2 and Gated DeltaNet begin with
 
 
 def new_model(name: str) -> LlamaForCausalLM:
@@ -70,7 +74,7 @@ def new_mix(name: str) -> Qwen3NextForCausalLM:
     torch.manual_seed(0)
     half = dict(partial_rotary_factor=0.5)  # of a head's coordinates; in both places of the config
     unused = dict(moe_intermediate_size=8, shared_expert_intermediate_size=8)
-    return Qwen3NextForCausalLM(
+    model = Qwen3NextForCausalLM(
         Qwen3NextConfig(
             **SHARED,
             **HYBRID,
@@ -84,3 +88,20 @@ def new_mix(name: str) -> Qwen3NextForCausalLM:
             **half,
         )
     )
+    if name == "slow":
+        begin_slowly(model)
+    return model
+
+
+@torch.no_grad()
+def begin_slowly(model: Qwen3NextForCausalLM) -> None:
+    """Biases with which a state's decay begins as those of the Gated DeltaNet paper's authors do: a
+    time step between the two of SLOW, evenly by its logarithm. transformers begins with softplus(1)
+    = 1.3, so that exp(-A · 1.3) of a state is left after a token, and A is up to 16.
+    """
+    low, high = map(math.log, SLOW)
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            bias = layer.linear_attn.dt_bias
+            steps = (low + (high - low) * torch.rand_like(bias)).exp()
+            bias.copy_(steps.expm1().log())  # the way back of softplus

@@ -91,9 +91,9 @@ def verify_batch(
     """Verify the drafts of B sequences: (tokens: [B, K + 1] int64, counts: [B] int64).
 
     target_logits: [B, K + 1, V] float64; draft_logits: [B, K, V]; temperature: [B], 0 is greedy
-    (all of the probability on the largest logit) and holds for both; drafted: [B, K] int64, K at
-    least 1; u: [B, K + 1, 2] in [0, 1), as in 16.2; left: [B] int64, how many tokens each sequence
-    may still emit, 1 or more.
+    (all of the probability on the largest logit, of equal ones on the first) and holds for both;
+    drafted: [B, K] int64, K at least 1; u: [B, K + 1, 2] in [0, 1), as in 16.2; left: [B] int64,
+    how many tokens each sequence may still emit, 1 or more.
 
     Sequence b emits tokens[b, :counts[b]]; after them comes -1. Each ends at its own first
     rejection. Emitted tokens beyond left[b] are cut off. A draw gives the first token whose running

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-FAMILIES = ("qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h")
+FAMILIES = ("qwen3_next", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
 FLOAT = Tensor.float
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -171,6 +172,27 @@ def granitemoehybrid(chosen: int | None = None) -> GraniteMoeHybridConfig:
     )
 
 
+def bamba() -> BambaConfig:
+    shape, groups = random_shape(num_hidden_layers=3), random.choice([1, 2, 3])
+    heads, attending = groups * random.choice([1, 2, 3]), random.choice([[0], [2], [0, 1]])
+    shape["hidden_size"] = 8 * heads * shape["num_attention_heads"]
+    return BambaConfig(
+        **shape,
+        attn_layer_indices=attending,
+        attention_bias=random.random() < 0.3,
+        mlp_bias=random.random() < 0.3,
+        mamba_n_heads=heads,
+        mamba_n_groups=groups,
+        mamba_d_state=random.randint(2, 9),
+        mamba_d_conv=random.choice([2, 3, 4]),
+        mamba_expand=random.choice([1, 2]),
+        mamba_chunk_size=random.choice([3, 16, 256]),
+        mamba_conv_bias=random.random() < 0.7,
+        mamba_proj_bias=random.random() < 0.3,
+        time_step_limit=(random.choice([0.0, 0.3]), random.choice([float("inf"), 1.0])),
+    )
+
+
 def nemotron_h(chosen: int | None = None) -> NemotronHConfig:
     shape, groups = random_shape(), random.choice([1, 2, 3])
     experts, experts_of = random.choice([(4, 1), (6, 2), (8, 2)])
@@ -287,6 +309,7 @@ FAMILIES = {
     "qwen3_next": qwen3_next,
     "lfm2": lfm2,
     "granitemoehybrid": granitemoehybrid,
+    "bamba": bamba,
     "nemotron_h": nemotron_h,
     "phi3": phi3,
     "gpt_oss": gpt_oss,

@@ -8,6 +8,7 @@ import torch
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l27_states.chunks import written, written_by_wy
+from lessons.l27_states.lab import rounded
 from lessons.l27_states.lab.costs import (
     QWEN3_NEXT,
     StateLayer,
@@ -195,6 +196,16 @@ def test_what_is_still_read_right():
     again = {name: same_keys(rule, 512) for name, rule in RULES.items()}
     assert again["delta rule"] == again["both"] == 1.0 and FEW_KEYS == 16
     said(f"decay falls to about {100 * again['decay']:.0f}, the sum to {100 * again['sum']:.0f}")
+
+
+@pytest.mark.parametrize("name", rounded.KEPT)
+def test_the_table_of_rounded_states(name):
+    """Up to 512 tokens. The last digit may differ on another CPU."""
+    for dtype, off in rounded.errors(name, rounded.LENGTHS[:2]).items():
+        row = f"| {name} | {str(dtype).removeprefix('torch.')} | "
+        (line,) = (line for line in README.splitlines() if line.startswith(row))
+        said_of_it = [float(cell) for cell in line.removeprefix(row).split(" | ")[:2]]
+        assert off == pytest.approx(said_of_it, rel=0.5), line
 
 
 def test_the_quiz_and_step_2():

@@ -1,5 +1,5 @@
-"""Mamba-2 hybrids, Granite 4 and Nemotron-H: what their layers compute, and what the loader says to
-configs that do not fit. tests/test_more_families.py compares random models of them with
+"""Mamba-2 hybrids, Granite 4, Bamba and Nemotron-H: what their layers compute, and what the loader
+says to configs that do not fit. tests/test_more_families.py compares random models of them with
 transformers', tests/test_hybrid_engine.py serves them.
 """
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import relu, silu
+from transformers import AutoModelForCausalLM
 
 from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.variants.granite import GraniteDecoder
 from lessons.l06_mla.deepseek import decoder_class, load_decoder
 from lessons.l06_mla.mamba import mamba2, nemotron_h
+from lessons.l06_mla.mamba.bamba import BambaDecoder
 from lessons.l06_mla.mamba.granite_hybrid import GraniteHybridDecoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l23_experts.grouped import GroupedMoE, grouped
@@ -31,7 +33,15 @@ from reference.features.states.generate import from_beginning, whole_sequence
 from reference.features.states.layers import StatePool, conv_weights
 from reference.features.states.shapes import GRANITE_4_SMALL as SHAPE_SMALL
 from reference.features.states.shapes import NEMOTRON_H_8B as SHAPE_8B
-from tests.random_families import FAMILIES, check_logits, check_rungs, prompts_of, saved_and_loaded
+from tests.random_families import (
+    FAMILIES,
+    check_logits,
+    check_rungs,
+    logits_of,
+    prompts_of,
+    saved_and_loaded,
+)
+from tests.test_deepseek import PLAIN
 from tests.test_qwen3_next import in_random_chunks, random_lengths
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -185,7 +195,10 @@ def test_any_cut_of_prompts_leaves_the_same_states(ops, family, tmp_path):
     """Several sequences in slots of any order, each in random chunks beside the others: the outputs
     are those of the whole prompts, and no other slot is touched.
     """
-    _, model = saved_and_loaded(telling_config(family), tmp_path)
+    config = telling_config(family)
+    if family == "granitemoehybrid":
+        config.mamba_n_groups = 1  # as published: all heads read the same rows of B and C
+    _, model = saved_and_loaded(config, tmp_path)
     dtype, device, tolerance = OPS[ops]
     model, longest = model.to(device, dtype), 12 if ops == "kernels" else 40
     state, layer, slots = model.config.state, 0, torch.randperm(7)[:4].tolist()
@@ -231,6 +244,23 @@ def test_granite_with_attention_alone_is_an_ordinary_model(tmp_path, monkeypatch
     prompts = prompts_of(ours)
     check_logits(theirs, ours, prompts)
     check_rungs(theirs, ours, prompts, monkeypatch)
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_16_bits_lose_no_more_than_in_transformers(family, tmp_path):
+    """Both in bfloat16, against float64: the mean error is at most twice theirs."""
+    theirs, ours = saved_and_loaded(telling_config(family), tmp_path)
+    tokens = torch.tensor(prompts_of(ours, lengths=(40,))[0])
+    wanted, errors = logits_of(theirs, tokens), []
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **PLAIN).eval()
+    model = load_decoder(tmp_path, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for logits in (
+            model.logits(model(tokens, whole_sequence(model, 40))),
+            narrow(tokens[None]).logits[0],
+        ):
+            errors.append((logits.double() - wanted).abs().mean())
+    assert errors[0] <= 2 * errors[1] and errors[1] < 0.3 * wanted.std()
 
 
 # ---------------------------------------------------------------- configs
@@ -408,11 +438,25 @@ def test_wrong_value_is_named(raw, changes, named, tmp_path):
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_half_of_bambas_heads_turn(tmp_path):
+    """Its files say so in three ways, and no other share is supported."""
+    FAMILIES["bamba"]().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    config, half = load_config(tmp_path), raw["hidden_size"] // raw["num_attention_heads"] // 2
+    assert config.rope_dim == half
+    assert read(tmp_path, raw | dict(attn_rotary_emb=half)) == config
+    for changes in (dict(attn_rotary_emb=half + 2), dict(attn_layer_indices=[])):
+        with pytest.raises(CheckpointError, match=r"half of a head must turn|layer_types: got"):
+            read(tmp_path, raw | changes)
+
+
 def test_decoders_name_what_they_accept(tmp_path):
     nemotron, granite = read(tmp_path, NEMOTRON_H_8B), read(tmp_path, GRANITE_4_SMALL)
     with torch.device("meta"):
         with pytest.raises(ValueError, match="accepted: one with multipliers and a MambaConfig"):
             GraniteHybridDecoder(nemotron)
+        with pytest.raises(ValueError, match="accepted: one with a MambaConfig and no multipl"):
+            BambaDecoder(granite)
         with pytest.raises(ValueError, match="accepted: one with variant nemotron_h"):
             nemotron_h.NemotronHDecoder(granite)
         with pytest.raises(CheckpointError, match="load it with load_decoder"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Phi3Config
+from transformers import CONFIG_MAPPING, Phi3Config
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.rope import new_cos_sin_cache
@@ -249,6 +249,14 @@ def test_each_decoder_names_the_other(tmp_path):
         Decoder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="config: got model_type 'llama'; accepted: one with moe"):
         MoEDecoder(ModelConfig("llama", 11, 8, 1, 1, 1, 4, 4, 16))
+
+
+@pytest.mark.parametrize("model_type", families.LACKING)
+def test_what_a_family_has_that_decoders_lack_is_named(model_type, tmp_path):
+    assert model_type in CONFIG_MAPPING and model_type not in families.FAMILIES
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type=model_type)))
+    said = refusal(tmp_path)
+    assert f"is not supported, because it has {families.LACKING[model_type]}; supported:" in said
 
 
 def test_the_table_of_families_is_complete():

@@ -2,6 +2,8 @@
 states that wait on the host.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -12,7 +14,8 @@ from reference.engine.sampling_params import SamplingParams
 from reference.engine.stats import StatsCounter
 from reference.features.states import swap
 from reference.features.states.generate import generate as alone
-from reference.features.states.room import with_states, worth_tokens
+from reference.features.states.generate import whole_sequence
+from reference.features.states.room import slot_bytes, with_states, worth_tokens
 from reference.features.states.snapshots import CachingSlotBlocks
 from tests.hybrid_cases import HYBRIDS, assert_all_returned, new_engine
 from tests.random_families import saved_and_loaded
@@ -175,6 +178,24 @@ def test_the_least_recently_used_leaves_first():
     assert cases.blocks.snapshots.counts.evicted >= 1
 
 
+def test_what_is_proven_leaves_after_what_is_not():
+    """Requests that decode leave a snapshot each, and none takes the place of a shared prefix."""
+    cases = Cases(num_slots=8)
+    cases.serve(0, FIVE[:19])
+    cases.serve(1, OTHER[:19])
+    for at in range(2, 12):
+        cases.serve(at, [at] * 8)
+    assert 12 in cases.kept and cases.begin(20, OTHER) >= 12
+    cases.blocks.free(20)
+    for at in range(30, 34):  # at most two are proven: the newest
+        cases.serve(at, [at] * 8)
+        cases.serve(at, [at] * 9)
+    assert len(cases.blocks.snapshots.proven) == 2
+    for at in range(50, 58):
+        cases.serve(at, [at] * 8)
+    assert cases.begin(60, FIVE) == 0 and cases.begin(61, [33] * 9) == 8
+
+
 def test_a_snapshot_leaves_with_its_blocks():
     cases = Cases(num_blocks=3)
     cases.serve(0, FIVE[:8])
@@ -228,6 +249,9 @@ def test_a_place_has_a_second_slot_for_a_snapshot(model):
     assert found.kv_cache_memory_bytes == memory - places * 2 * slot
     engine = new_engine(model, max_num_seqs=3, enable_prefix_caching=True)
     assert engine.scheduler.blocks.slots.num_blocks == 6
+    config = dict(method="ngram", num_speculative_tokens=2)
+    engine = new_engine(model, max_num_seqs=3, speculative_config=config)
+    assert engine.scheduler.blocks.slots.num_blocks == 6, "one that a rejected draft brings back"
 
 
 # ---------------------------------------------------------------- on the host
@@ -284,6 +308,54 @@ def test_states_take_room_on_the_host(model):
 
 def test_worth_tokens_are_the_models_own(model):
     config = model.config
-    found = worth_tokens(config, "auto", 8)
+    found = worth_tokens(EngineArgs(), config, 8)
     assert found == config.state.bytes_per_sequence(8) / config.kv_bytes_per_token(8)
-    assert worth_tokens(config, "int8", 8) > found
+    assert worth_tokens(EngineArgs(kv_cache_dtype="int8"), config, 8) > found
+
+
+# ---------------------------------------------------------------- in 16 bits
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_states_of_another_dtype(model, dtype):
+    """As many bytes as it has; logits near those of float32; and whatever happens in the engine, as
+    the slots are as wide as they are.
+    """
+    single, how = deepcopy(model).float(), dict(mamba_ssm_cache_dtype=dtype)
+    engine = new_engine(single, max_num_seqs=3, **how)
+    states = engine.runner.pool.states
+    assert states.matrices.dtype == getattr(torch, dtype)
+    args = EngineArgs(**how)
+    assert states.nbytes == 3 * slot_bytes(args, model.config, 4)
+    prompts = [torch.randint(61, (length,)).tolist() for length in (9, 1, 17)]
+    params = SamplingParams(max_tokens=5, logprobs=1, **GREEDY)
+    for at, prompt in enumerate(prompts):
+        engine.add_request(str(at), prompt, params)
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {out.request_id: out.outputs[0] for out in engine.step()}
+    assert_all_returned(engine)
+    off = []
+    for at, prompt in enumerate(prompts):
+        answer = outputs[str(at)]
+        tokens = torch.tensor(prompt + answer.token_ids[:-1])
+        hidden = single(tokens, whole_sequence(single, len(tokens)))
+        want = single.logits(hidden[len(prompt) - 1 :]).log_softmax(-1)
+        for row, token, found in zip(want, answer.token_ids, answer.logprobs):
+            off.append(abs(float(row[token]) - found[token].logprob))
+    # the median, because a router may choose another expert for a token
+    assert sorted(off)[len(off) // 2] < (1e-4 if dtype == "float32" else 0.2)
+
+
+def test_the_host_and_snapshots_take_states_as_they_are(model):
+    """In bfloat16 they are copied bit by bit, so a request that waits or begins from a snapshot goes
+    on as it would have.
+    """
+    states = new_engine(model, mamba_ssm_cache_dtype="bfloat16").runner.pool.states
+    for tensor in states.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    kept = [swap.on_host(x) for x in states.read(1)]
+    states.copy(1, 3)
+    states.write(2, kept)
+    for tensor in states.tensors:
+        assert torch.equal(tensor[:, 1], tensor[:, 2]) and torch.equal(tensor[:, 1], tensor[:, 3])

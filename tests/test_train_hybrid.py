@@ -58,4 +58,17 @@ def test_mixes_differ_in_their_layers_alone():
     found = {name: networks.new_mix(name).config.to_dict() for name in networks.MIXES}
     kinds = [config.pop("layer_types") for config in found.values()]
     assert kinds == [list(mix) for mix in networks.MIXES.values()]
-    assert found["hybrid"] == found["attention"] == found["states"]
+    assert found["hybrid"] == found["attention"] == found["states"] == found["slow"]
+
+
+def test_slow_decays_begin_between_the_time_steps_of_the_paper():
+    """And nothing else begins differently."""
+    slow, plain = (dict(networks.new_mix(name).named_parameters()) for name in ("slow", "hybrid"))
+    for name, bias in slow.items():
+        if name.endswith("dt_bias"):
+            steps = torch.nn.functional.softplus(bias)
+            low, high = networks.SLOW
+            assert low * 0.999 <= steps.min() and steps.max() <= high * 1.001
+            assert steps.max() / steps.min() > 1.5
+        else:
+            assert torch.equal(bias, plain[name]), name

@@ -110,6 +110,7 @@ SLIPS = {
     "a picture": (("c.svg", "d.svg"), "link '!(c.svg)' is in the source alone"),
     "a row": (("|---|---|\n", "|---|---|\n| b | |\n"), "rows of tables: 2 in the source, 3 here"),
     "a cell": (("| a | 5 |", "| a | 5 | |"), "rows of tables: 2 in the source, 2 here"),
+    "a line below a head": (("| a | 5 |\n|---|---|", "|---|---|\n| a | 5 |"), "or other cells"),
     "a number of a row": (
         ("12 bytes.\n\n| a | 5 |", "5 bytes.\n\n| a | 12 |"),
         "row 1: number '5' is",

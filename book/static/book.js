@@ -26,9 +26,14 @@
     });
   }
 
-  function anchorOf(link) {
+  // What the glossary says of the term that a link leads to, in the language of that glossary.
+  function definitionOf(link) {
     const found = /GLOSSARY\.html#(.+)$/.exec(link.getAttribute("href") || "");
-    return found && decodeURIComponent(found[1]);
+    if (!found) return undefined;
+    const root = new URL(document.documentElement.dataset.content_root || "./", location.href);
+    const isKorean = link.href.startsWith(new URL("ko/", root).href);
+    const terms = (isKorean ? window.GLOSSARY_KO : window.GLOSSARY) || {};
+    return terms[decodeURIComponent(found[1])];
   }
 
   function place(box, link) {
@@ -40,9 +45,6 @@
 
   document.addEventListener("DOMContentLoaded", function () {
     speakOfItself();
-    // A page of the Korean edition links to the Korean glossary.
-    const isKorean = /\/(ko\/.*|README\.ko\.html)$/.test(location.pathname);
-    const terms = (isKorean ? window.GLOSSARY_KO : window.GLOSSARY) || {};
     const box = document.createElement("div");
     box.id = "definition";
     box.setAttribute("role", "tooltip");
@@ -50,7 +52,7 @@
     document.body.appendChild(box);
 
     function show(link) {
-      box.textContent = terms[anchorOf(link)];
+      box.textContent = definitionOf(link);
       box.hidden = false;
       place(box, link);
     }
@@ -58,7 +60,7 @@
       box.hidden = true;
     }
     for (const link of document.querySelectorAll("article a[href]")) {
-      if (!terms[anchorOf(link)]) continue;
+      if (!definitionOf(link)) continue;
       link.classList.add("term");
       link.setAttribute("aria-describedby", "definition");
       link.addEventListener("mouseenter", () => show(link));

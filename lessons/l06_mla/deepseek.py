@@ -32,12 +32,15 @@ from lessons.l02_naive_attention.variants.parallel import CohereDecoder, PhiDeco
 from lessons.l02_naive_attention.variants.starcoder2 import Starcoder2Decoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
 from lessons.l06_mla.lfm2 import Lfm2Decoder
+from lessons.l06_mla.mamba.bamba import BambaDecoder
 from lessons.l06_mla.mamba.granite_hybrid import GraniteHybridDecoder
 from lessons.l06_mla.mamba.nemotron_h import NemotronHDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
 from lessons.l06_mla.qwen3_next import Qwen3NextDecoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.mamba_config import MambaConfig
+from lessons.toolbox.model.state_config import ConvConfig, StateConfig
 
 LATENT_NORM_EPS = 1e-6  # fixed in the published code, whatever rms_norm_eps says
 
@@ -223,6 +226,7 @@ OF_VARIANT = {
     "phi": PhiDecoder,
     "starcoder2": Starcoder2Decoder,
 }
+OF_STATES = {ConvConfig: Lfm2Decoder, StateConfig: Qwen3NextDecoder, MambaConfig: BambaDecoder}
 
 
 def load_decoder(
@@ -240,7 +244,7 @@ def decoder_class(config: ModelConfig) -> type[Decoder]:
     if config.multipliers is not None:
         return GraniteDecoder if config.state is None else GraniteHybridDecoder
     if config.state is not None:
-        return Lfm2Decoder if config.state.matrix_shape is None else Qwen3NextDecoder
+        return OF_STATES[type(config.state)]
     if config.norms_after:
         return GemmaDecoder
     if config.mla is not None:

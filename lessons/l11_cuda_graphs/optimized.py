@@ -190,10 +190,8 @@ def graph_step(model: Decoder, pool: KVPool) -> Step:
 def can_be_captured(model: Decoder) -> bool:
     """Whether a step can become a CUDA graph. Not where Python asks the device what to run: a
     router for its experts (lesson 20 has a layer that does not), capped attention for its
-    sequences' lengths. Nor with states, whose slots Python tells each step.
+    sequences' lengths.
     """
-    if model.config.state is not None:
-        return False
     waits = any(getattr(part, "waits_for_values", False) for part in model.modules())
     return not waits and not model.config.has_score_rules
 

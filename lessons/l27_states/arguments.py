@@ -50,12 +50,12 @@ def check_heads(
 
 
 def check_states(states: Tensor, q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless states: [slots, H, Dk, Dv] float32 fit q: [T, H, Dk] and v: [T, H,
-    Dv], each slot dense.
+    """Raise ValueError unless states: [slots, H, Dk, Dv] fit q: [T, H, Dk] and v: [T, H, Dv], each
+    slot dense.
     """
     heads, key_dim, value_dim = *q.shape[1:], v.shape[2]
-    shape = f"float32 [slots, {heads}, {key_dim}, {value_dim}]"
-    if states.dtype != torch.float32 or states.shape[1:] != (heads, key_dim, value_dim):
+    shape = f"float32, float16 or bfloat16 [slots, {heads}, {key_dim}, {value_dim}]"
+    if states.dtype not in DECODE_DTYPES or states.shape[1:] != (heads, key_dim, value_dim):
         got = f"{states.dtype} {tuple(states.shape)}"
         raise ValueError(f"states: got {got}; accepted: {shape}, as k and v say")
     check_dense_slots("states", states)

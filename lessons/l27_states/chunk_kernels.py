@@ -171,6 +171,7 @@ def states_kernel(
         # a matrix of no rows: nothing is loaded
         rows = tl.where(tl.load(has_state_ptr + sequence) != 0, KEY_DIM, 0)
     state = load_tile(states_ptr, 0, rows, VALUE_DIM, first, VALUE_DIM, BLOCK_K, BLOCK_V)
+    state = state.to(tl.float32)
     k_ptr += head * stride_kh
     u_ptr += head * stride_uh
     for token in range(start, end, SIZE):

@@ -57,7 +57,7 @@ def state_step_kernel(
     is_used = slot >= 0
     cell = head * KEY_DIM * VALUE_DIM + row[:, None] * VALUE_DIM + column[None, :]
     state_ptr = states_ptr + slot * stride_slot + cell
-    state = tl.load(state_ptr, mask=inside & is_used, other=0.0)
+    state = tl.load(state_ptr, mask=inside & is_used, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + b * stride_qb + head * stride_qh + row, mask=in_row, other=0.0)
     k = tl.load(k_ptr + b * stride_kb + head * stride_kh + row, mask=in_row, other=0.0)
     v = tl.load(v_ptr + b * stride_vb + head * stride_vh + column, mask=in_column, other=0.0)
@@ -71,7 +71,7 @@ def state_step_kernel(
     state += k[:, None] * v[None, :]
     out = tl.sum(state * q[:, None], axis=0)
 
-    tl.store(state_ptr, state, mask=inside & is_used)
+    tl.store(state_ptr, state.to(states_ptr.dtype.element_ty), mask=inside & is_used)
     out = tl.where(is_used, out, 0.0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (b * num_heads + head) * VALUE_DIM + column, out, mask=in_column)
 
@@ -86,7 +86,7 @@ def gated_delta_step(
     slots: Tensor,
 ) -> Tensor:
     """naive.gated_delta_rule for one token of each of B sequences. q, k: [B, H, Dk], v: [B, H, Dv],
-    log_decay, beta: [B, H], states: [slots, H, Dk, Dv] float32, slots: [B] int64 -> [B, H, Dv].
+    log_decay, beta: [B, H], states: [slots, H, Dk, Dv], slots: [B] int64 -> [B, H, Dv].
 
     Sequence b's state is states[slots[b]], which is read and written in place; all other slots stay
     as they are. −1 is a row that pads the batch: its output is 0. Two sequences may not share a

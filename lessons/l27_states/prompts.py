@@ -44,7 +44,7 @@ def gated_delta_prompts(
     chunk: int = CHUNK,
 ) -> Tensor:
     """naive.gated_delta_rule for B packed prompts. q, k: [T, H, Dk], v: [T, H, Dv], log_decay,
-    beta: [T, H], states: [slots, H, Dk, Dv] float32, slots: [B] int64, cu_seqlens: [B + 1] int32 ->
+    beta: [T, H], states: [slots, H, Dk, Dv], slots: [B] int64, cu_seqlens: [B + 1] int32 ->
     [T, H, Dv].
 
     has_state: [B] bool, whether states[slots[b]] is what came before prompt b, or whatever an

@@ -165,7 +165,7 @@ def faded(states: Tensor, slots: Tensor, log_decay: Tensor) -> Tensor:
     """The states of these slots, before the new token. slots: [B], log_decay: [B, H] -> [B, H, Dk,
     Dv].
     """
-    return states[slots] * wide(log_decay).exp()[..., None, None]
+    return wide(states[slots]) * wide(log_decay).exp()[..., None, None]
 
 
 def stored(
@@ -176,7 +176,7 @@ def stored(
     """
     used = slots >= 0
     state = state + wide(k[used])[..., None] * u[..., None, :]
-    states[slots[used]] = state
+    states[slots[used]] = state.to(states.dtype)
     out = torch.zeros_like(v)
     out[used] = torch.einsum("bhkv,bhk->bhv", state, wide(q[used])).to(v.dtype)
     return out

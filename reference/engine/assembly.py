@@ -142,18 +142,14 @@ def engine_on(
     """
     blocks = new_blocks(args, runner, [] if proposer is None else proposer.pools)
     scheduler, speculation = new_scheduler(args, runner, blocks, proposer, tree), None
-    if runner.model.config.state is not None and args.enable_prefix_caching:
-        from reference.features.states.stops import StopsAtSnapshots
-
-        StopsAtSnapshots(scheduler)
     if proposer is not None:
         from reference.speculation.by_load import speculation_over
 
         speculation = speculation_over(runner, scheduler)
-        if runner.model.config.state is not None:
-            from reference.features.states.drafted import DraftedStates
+    if runner.model.config.state is not None:
+        from reference.features.states.room import join_states
 
-            speculation.states = DraftedStates(runner.pool, blocks)
+        join_states(args, runner, scheduler, speculation)
     engine = Engine(
         runner, scheduler, tokenizer, runner.max_model_len, args.seed, speculation=speculation
     )
@@ -235,9 +231,11 @@ def new_runner(
 
         # because every sequence that decodes owns a block
         places = min(args.max_num_seqs, num_blocks)
-        graphs, buckets = CudaGraphs(model.device), batch_buckets(places * args.rows_each)
+        # The states of drafted tokens follow each other, so such steps are not captured.
+        rows_each = args.rows_each if model.config.state is None else 1
+        graphs, buckets = CudaGraphs(model.device), batch_buckets(places * rows_each)
         if tree is None:
-            runner.capture(graphs, buckets, args.rows_each)
+            runner.capture(graphs, buckets, rows_each)
         else:
             runner.capture_trees(graphs, buckets, most_nodes=len(tree), most_sequences=places)
     return runner
@@ -245,15 +243,16 @@ def new_runner(
 
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
-    and so do states, and experts that cannot be grouped, because Python asks their router which
-    ones to run. So do quantized latents, and trees over a quantized cache, because no kernel reads
-    them: they become numbers first.
+    and so do experts that cannot be grouped, because Python asks their router which ones to run. So
+    do quantized latents, and trees over a quantized cache, because no kernel reads them: they
+    become numbers first. And states in float64, which have no kernels.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False
     from lessons.l11_cuda_graphs.optimized import can_be_captured
 
     is_read = args.kv_cache_dtype == "auto" or (model.config.mla is None and tree is None)
+    is_read &= model.config.state is None or model.dtype.itemsize <= 4
     return is_read and can_be_captured(model)
 
 

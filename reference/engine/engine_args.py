@@ -28,6 +28,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *KV_FORMATS),
+    "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
@@ -63,7 +64,7 @@ class EngineArgs:
     seed: of the requests that bring none: an engine with this seed gives the same calls the same
     tokens. None: others each time. max_model_len: None takes the model's own.
     max_num_batched_tokens: of one step; None takes 2048, or more if max_num_seqs asks for it.
-    num_gpu_blocks_override: blocks of the cache; None takes what memory gives.
+    num_gpu_blocks_override: blocks of the cache, each of all layers; None: what memory gives.
     kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another
     one needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's
@@ -83,7 +84,7 @@ class EngineArgs:
     fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
     checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
     "int4", with a scale for each token and KV head; vLLM's longer names of these are read too.
-    mamba_block_size: a state is kept for later prompts after multiples of so many tokens; None: 64.
+    mamba_block_size: tokens between kept states, None: 64; mamba_ssm_cache_dtype: of all states.
     speculative_config: who drafts tokens and how many, a dict of vLLM's keys. limit_mm_per_prompt:
     {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb: GiB of the rows that
     the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most
@@ -128,6 +129,7 @@ class EngineArgs:
     speculative_config: "SpeculativeConfig | dict | None" = None
     kv_cache_dtype: str = "auto"
     mamba_block_size: int | None = None
+    mamba_ssm_cache_dtype: str = "auto"
     limit_mm_per_prompt: dict[str, int] | str | None = None
     mm_processor_cache_gb: float = 0.25
     enable_lora: bool = False

@@ -84,6 +84,8 @@ class ModelRunner:
         kind, what = DecodeGraphs, (self.model, self.pool, graphs, buckets, self.max_model_len)
         if self.groups is not None:
             from reference.features.windows.graphs import GroupGraphs as kind
+        if self.model.config.state is not None:
+            from reference.features.states.graphs import StateGraphs as kind
         self.captured = kind(*what, most_each, self.adapters, self.taps)
 
     def capture_trees(self, graphs, buckets: Sequence[int], **sizes: int) -> None:

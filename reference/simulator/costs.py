@@ -13,6 +13,7 @@ too good; lesson 20 measures what is missing.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from lessons.l15_chunked_prefill.lab import costs as roofline
 from lessons.l15_chunked_prefill.lab.costs import LINKS_BYTES_PER_S, Work
 from lessons.l26_kv_transfer.costs import LINKS, Token, token_of
 from lessons.toolbox.measure.hardware import Chip, lookup
+from lessons.toolbox.model.window_groups import WindowGroups, groups_of
 
 BLOCK_SIZE = 16  # tokens
 MOST_GPUS = 8  # of one replica: a node
@@ -40,6 +42,21 @@ def work_of(step: Step | PaddedStep) -> Work:
     rows, width, held = len(step.wave), step.width, step.context - step.width
     pairs = rows * (width * held + width * (width + 1) // 2)
     return Work(step.num_tokens, pairs, step.num_context_tokens, sampled=rows)
+
+
+def in_sight(work: Work, step: Step, count: int, shape: ModelShape) -> Work:
+    """The work of a step, and of count - 1 like it that follow, in the mean over layers of which
+    some see a window: only the pairs and the tokens of context that they see.
+    """
+    pairs, context = 0, 0
+    for chunk in step.chunks:
+        new, held = chunk.count, chunk.sequence.computed + np.arange(count)
+        # By what a window takes away of each token's keys, and of what all of them read.
+        hidden = [np.maximum(0, held + token - shape.window) for token in range(1, new + 1)]
+        pairs = pairs + sum(hidden)
+        context = context + hidden[0]
+    share = shape.num_window_layers / shape.num_kv_layers
+    return work._replace(pairs=work.pairs - share * pairs, context=work.context - share * context)
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,7 @@ class Deployment:
     gpus: of one replica. num_blocks: of its cache. token: what one token keeps, and takes to
     compute (lesson 26). tiers: of each GPU. link_bytes_per_s: of each GPU to those of other
     replicas. sent_in: pieces, one for each layer, in which K and V of a prompt leave while it is
-    computed; 1: all of them at its end.
+    computed; 1: all of them at its end. windows: the model, if some of its layers see a window.
     """
 
     name: str
@@ -102,14 +119,43 @@ class Deployment:
     link_bytes_per_s: float = LINKS_BYTES_PER_S["NVLink"]
     sent_in: int = 1
     block_size: int = BLOCK_SIZE
+    windows: ModelShape | None = None
 
     def __call__(self, step: Step | PaddedStep) -> float:
         """Seconds of a step."""
-        return float(self.cost.seconds(work_of(step)))
+        return float(np.atleast_1d(self.seconds(step, 1))[0])
+
+    def seconds(self, step: Step | PaddedStep, count: int):
+        """Seconds of a step and of count - 1 that follow, in which each row sees one token more:
+        one pair and one token of context.
+        """
+        work = work_of(step)
+        if count > 1:
+            more = np.arange(count) * work.tokens
+            work = Work(work.tokens, work.pairs + more, work.context + more, work.sampled)
+        # Measured steps know by themselves what they read.
+        is_predicted = isinstance(self.cost, RooflineCost) and isinstance(step, Step)
+        if self.windows is not None and is_predicted:
+            work = in_sight(work, step, count, self.windows)
+        return self.cost.seconds(work)
+
+    @cached_property
+    def groups(self) -> WindowGroups | None:
+        """Of its layers, each with blocks of its own. A tier keeps blocks of all layers."""
+        is_tiered = self.tiers.host_bytes + self.tiers.disk_bytes > 0
+        has_windows = self.windows is not None and not is_tiered
+        return groups_of(self.windows.layer_windows) if has_windows else None
+
+    @property
+    def in_layers(self) -> str:
+        """Of how many layers a block is, if not of all."""
+        return "" if self.groups is None else f" in {self.groups.layers_each} layers"
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-tokens // self.block_size)
+        """Blocks that a request of so many tokens takes, if it takes all of them at once."""
+        if self.groups is None:
+            return -(-tokens // self.block_size)
+        return self.groups.most_pages(tokens, self.block_size, tokens)
 
     def transfer_s(self, tokens: int) -> float:
         """Seconds to send the K and V of so many tokens to another replica. Each GPU sends its own
@@ -149,6 +195,9 @@ def new_deployment(
         fitted, worst, machine = read_step_cost(step_cost)
         cost = FittedCost(fitted)
         source = f"its steps simulated as fitted to {machine}, each within {worst:.0%}"
+    has_windows = shape.num_window_layers > 0
+    if has_windows and tiers.host_bytes + tiers.disk_bytes > 0:
+        predicted = roofline.StepCost(replace(shape, num_window_layers=0), whole)
     many = f"{gpus} x " if gpus > 1 else ""
     return Deployment(
         f"{shape.name} on {many}{chip.name}, {source}",
@@ -159,6 +208,7 @@ def new_deployment(
         tiers,
         link_bytes_per_s,
         shape.num_hidden_layers if by_layer else 1,
+        windows=shape if has_windows else None,
     )
 
 

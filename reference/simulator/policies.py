@@ -5,6 +5,7 @@ pools.
 """
 
 import gc
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from lessons.l14_continuous_batching.optimized import ContinuousScheduler
 from lessons.l15_chunked_prefill.lab.experiments import ReceivingScheduler
 from lessons.l15_chunked_prefill.naive import PrefillFirstScheduler
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler
 from lessons.l26_kv_transfer.blocks import Elsewhere
+from reference.features.windows.blocks import GroupBlocks
+from reference.features.windows.caching import CachingGroupBlocks
 from reference.simulator.cluster import Cluster, Failure, Pool
 from reference.simulator.costs import Deployment
 from reference.simulator.replica import LazyPool, Replica
@@ -31,6 +35,7 @@ from reference.simulator.traces import Trace
 
 POLICIES = ("static", "dynamic", "continuous", "chunked", "disaggregated")
 WAVE_PLACES, PLACES = 32, 256  # of a replica: in waves, and step by step
+MOST_TOKENS = 2**31  # no limit
 WHOLE_PROMPTS = 4096  # tokens of a step that runs prompts whole, but one prompt at least
 
 
@@ -104,8 +109,11 @@ def new_cluster(
 def longest_of(trace: Trace, deployment: Deployment) -> int:
     """Tokens of the longest request. Raises ValueError if it does not fit a replica's cache."""
     longest = max(request.prompt_tokens + request.output_tokens for request in trace)
-    held = deployment.num_blocks * deployment.block_size
+    # The most that fits, by halving: with groups of layers blocks do not grow in proportion.
+    held = bisect_right(range(1, longest + 1), deployment.num_blocks, key=deployment.blocks_for)
     if longest > held:
+        if deployment.groups is None:
+            held = deployment.num_blocks * deployment.block_size
         raise ValueError(
             f"--trace: a request of {longest} tokens; accepted: at most {held}, what the cache of "
             f"a replica holds ({deployment.name})"
@@ -148,6 +156,8 @@ def new_replica(
     tiered = caches and deployment.tiers.host_bytes + deployment.tiers.disk_bytes > 0
     if tiered:
         blocks = VirtualTieredBlocks(deployment, clock)
+    elif deployment.groups is not None:
+        blocks = window_blocks(deployment, caches)
     elif caches:
         blocks = CachingBlockManager(deployment.num_blocks, size, HashBlocks(size))
     else:
@@ -156,8 +166,22 @@ def new_replica(
     scheduler = make(blocks, clock)
     if tiered:
         scheduler.host = Elsewhere(blocks)
+    if isinstance(blocks, GroupBlocks) and isinstance(scheduler, PreemptiveScheduler):
+        blocks.most_tokens = scheduler.max_num_batched_tokens
     uses_blocks = not isinstance(scheduler, StaticScheduler)
     return Replica(scheduler, blocks if uses_blocks else None, deployment, clock)
+
+
+def window_blocks(deployment: Deployment, caches: bool) -> GroupBlocks:
+    """Blocks of groups of layers. Until a scheduler says how many tokens a step has, for one that
+    takes the blocks of a whole answer at once.
+    """
+    if caches:
+        how = deployment.groups, MOST_TOKENS, deployment.num_blocks, deployment.block_size
+        return CachingGroupBlocks(*how)
+    blocks = GroupBlocks(deployment.groups, MOST_TOKENS, 1, deployment.block_size)
+    blocks.pool = LazyPool(deployment.num_blocks)
+    return blocks
 
 
 @contextmanager

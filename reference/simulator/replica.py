@@ -18,8 +18,9 @@ from lessons.l14_continuous_batching.clock import VirtualClock
 from lessons.l14_continuous_batching.loop import Scheduler
 from lessons.l14_continuous_batching.naive import DynamicScheduler, PaddedStep
 from lessons.l14_continuous_batching.sequence import Sequence, Step
-from lessons.l15_chunked_prefill.lab.costs import Work
-from reference.simulator.costs import Deployment, work_of
+from lessons.l15_chunked_prefill.preemption import PreemptiveScheduler
+from reference.features.windows.blocks import GONE
+from reference.simulator.costs import Deployment
 from reference.simulator.tiers import NOWHERE, POOL, VirtualTieredBlocks, VirtualTiers
 from reference.simulator.traces import next_tokens
 
@@ -60,6 +61,9 @@ class Replica:
         self.here: dict[int, Sequence] = {}
         self.history: list[tuple[float, list[tuple[int, int]]]] | None = None
         self.caches = isinstance(blocks, CachingBlockManager)
+        # Whether windows give blocks back while a sequence runs, in steps that take none, too.
+        grows = isinstance(scheduler, PreemptiveScheduler)
+        self.gives_back = grows and deployment.groups is not None
         tiered = isinstance(blocks, VirtualTieredBlocks)
         self.tiers: VirtualTiers | None = blocks.connector if tiered else None
         self.found: Counter[str] = Counter()  # tokens of prompts by where their K and V were
@@ -108,12 +112,7 @@ class Replica:
             self.count_found([chunk.sequence for chunk in step.chunks if chunk.sequence not in ran])
         began_s = self.clock.now_s  # later than now_s, if the scheduler had to wait for a load
         count = 1 if len(self.scheduler.waiting) != waited else self.steps_alike(step)
-        work = work_of(step)
-        if count > 1:
-            # A step later each row sees one token more: one pair and one token of context.
-            more = np.arange(count) * work.tokens
-            work = Work(work.tokens, work.pairs + more, work.context + more, work.sampled)
-        seconds = np.atleast_1d(self.deployment.cost.seconds(work))
+        seconds = np.atleast_1d(self.deployment.seconds(step, count))
         # summed from the front, as a clock is that each step moves
         ends_s = np.cumsum(np.concatenate(([began_s], seconds)))[1:]
         self.planned = Planned(step, ends_s, began_s)
@@ -123,7 +122,8 @@ class Replica:
     def count_found(self, begin: list[Sequence]) -> None:
         """Where K and V of those were that begin, or begin again after preemption."""
         for sequence in begin:
-            blocks = self.blocks.tables[sequence.row][: self.blocks.blocks_for(sequence.computed)]
+            known = -(-sequence.computed // self.blocks.block_size)
+            blocks = self.blocks.tables[sequence.row][:known]
             for block in blocks:
                 tier = POOL if self.tiers is None else self.blocks.tier_of(block)
                 self.found[tier] += self.blocks.block_size
@@ -147,18 +147,31 @@ class Replica:
                 count = min(
                     count, self.blocks.block_size - sequence.computed % self.blocks.block_size
                 )
+            if self.scheduler.waiting and self.gives_back:
+                count = min(count, self.until_given_back(sequence))
         while count > 1 and self.blocks is not None and not self.has_blocks(step, count):
             count //= 2
         return count
+
+    def until_given_back(self, sequence: Sequence) -> int:
+        """Steps until a window gives a block back, because then another request may come in."""
+        size, table = self.deployment.block_size, self.blocks.tables[sequence.row]
+        # The first block that a window still has goes when a token runs that is `window` tokens
+        # past the block's last one.
+        return min(
+            max(1, size * (1 + pages.count(GONE)) + window - 1 - sequence.computed)
+            for window, pages in zip(self.deployment.groups.windows, table.groups)
+            if window is not None
+        )
 
     def has_blocks(self, step: Step, count: int) -> bool:
         """Whether there are blocks for so many tokens of each sequence, the step's own included."""
         blocks = self.blocks
         need = 0
         for sequence, _ in step.chunks:
+            held = sequence.computed
             # not negative: lesson 14's scheduler takes the blocks of the whole answer at once
-            want = blocks.blocks_for(sequence.computed + count)
-            need += max(0, want - len(blocks.tables[sequence.row]))
+            need += max(0, blocks.needs(sequence.row, held, held + count))
         return need <= blocks.num_free
 
     def complete(self) -> list[Sequence]:
@@ -192,8 +205,9 @@ class Replica:
         if self.blocks is None:
             return
         size = self.blocks.block_size
-        if sequence.computed > len(self.blocks.tables[sequence.row]) * size:
-            self.blocks.grow(sequence.row, held, sequence.computed)
+        is_longer = sequence.computed > len(self.blocks.tables[sequence.row]) * size
+        if is_longer or self.gives_back:
+            self.blocks.grow(sequence.row, sequence.computed - 1, sequence.computed)
         is_fuller = sequence.computed // size > held // size
         if is_fuller and self.caches:
             self.blocks.remember(sequence.row, sequence.tokens[: sequence.computed])

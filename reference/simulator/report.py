@@ -112,7 +112,7 @@ def print_table(
     console.print(table)
     notes = [
         f"Simulated: {deployment.name}; {deployment.num_blocks} blocks of "
-        f"{deployment.block_size} tokens a replica.",
+        f"{deployment.block_size} tokens{deployment.in_layers} a replica.",
         f"Objective: the first token within {slo.ttft_s:g} s, and 99 of 100 next tokens within "
         f"{1e3 * slo.itl_s:g} ms; {args.attain:.0%} of the requests have to keep it.",
     ]

@@ -32,7 +32,9 @@ class Blocks:
 
     def changed_tables(self) -> dict[int, list[int] | None]:
         """The tables that are not as they were; None for one that is gone."""
-        now = {row: list(table) for row, table in self.blocks.tables.items()}
+        # Where layers are in groups, the blocks of all groups.
+        tables = self.blocks.tables.items()
+        now = {row: list(getattr(table, "pages", table)) for row, table in tables}
         gone = {row: None for row in self.tables if row not in now}
         changed = {row: table for row, table in now.items() if self.tables.get(row) != table}
         self.tables = now

@@ -97,6 +97,7 @@ LAYER_CASES = {
     "wide_values": (dict(mla=replace(MLA, v_head_dim=20)), "v wider than q and k"),
     "stretched": (dict(factor=40.0, mscale_all_dim=0.7), "the scale grows by m²"),
     "not_stretched": (dict(factor=1.0, mscale_all_dim=1.0), "a factor of 1 leaves the scale alone"),
+    "factor_alone": (dict(factor=40.0), "without mscale_all_dim a factor leaves it alone, too"),
     "small_input": (dict(size=1e-3), "the norm's 1e-6 shows"),
 }
 

@@ -236,6 +236,12 @@ EDGES = {  # name: (arguments of one_draft, tokens, count, why)
         2,
         "greedy takes the largest logit, however near the next one is",
     ),
+    "greedy_and_equal": (
+        ([1.0, 1.0], [0.0, 1.0], 1, 0.25, 0.0),
+        [0, -1],
+        1,
+        "of equal logits the first has all of the probability",
+    ),
 }
 
 

@@ -68,6 +68,7 @@ def _rows(seed, tokens, top_k, num_experts, size, outputs, held=None, stale=0, l
         tile_experts=tile_experts,
         router=torch.rand(tokens, top_k, generator=g) + 0.1,
     )
+    inputs["router"][1::2] *= -1  # any number may be a weight
     x, weight = inputs["x"].double(), inputs["weight"].double()
     want = torch.zeros(tokens * top_k, outputs, dtype=torch.float64)
     for pair, expert in enumerate(experts):

@@ -357,6 +357,11 @@ SNAPSHOT_CASES = {  # name: (arguments, the answer, why)
         (64, 127.0),
         "the snapshot after the prompt's last token is of use to who goes on",
     ),
+    "twice": (
+        (100, [(60, 200), (60, 200)], [60], 10.0, 1.0, 1.0),
+        (60, 110.0),
+        "two requests that are alike save twice",
+    ),
     "zero": ((100, [(50, 200)], [50], 25.0, 1.0, 1.0), (None, 0.0), "to save nothing is no gain"),
     "last": ((100, [(100, 200)], [30], 1.0, 1.0, 1.0), (30, 87.0), "3 snapshots of 30 are in 100"),
 }

@@ -432,6 +432,7 @@ PAY_CASES = {  # name: (arguments, why)
     "never": ((100, 100, 8, 4, 1e9, 0.0), "index rows as large as rows"),
     "never_larger": ((100, 120, 8, 4, 1e9, 0.0), "and larger"),
     "small_k": ((64, 60, 1, 2, 1e6, 0.0), "hardly any gain a key"),
+    "right_after_k": ((1000, 1, 8, 1, 1e6, 0.0), "the first key that is left out pays for all"),
     "equal_is_not_faster": ((8, 4, 4, 1, 1.0, 0.0), "at 8 keys both take 64 s"),
     "slow_memory": ((16, 4, 10, 2, 3.0, 7.0), "bytes that a launch could have read"),
 }

@@ -227,6 +227,18 @@ CONFIGS = {
         time_step_limit=[0.0, 2.0],
         attention_bias=False,
     ),
+    "bamba": BASE
+    | dict(
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        mamba_d_head=12,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        attention_bias=True,
+        mlp_bias=False,
+    ),
     "nemotron_h": but(BASE, "rms_norm_eps", "hidden_act", "num_hidden_layers")
     | dict(
         layer_norm_epsilon=1e-3,

@@ -101,10 +101,10 @@ def pages_of_sequence(model: ModelShape, context: int) -> int:
     return groups_of(model.layer_windows).most_pages(context, BLOCK_SIZE, 1)
 
 
-def page_values(model: ModelShape) -> int:
-    """Numbers that a page holds: K and V of BLOCK_SIZE tokens in the layers of a group."""
+def page_values(model: ModelShape, block_size: int = BLOCK_SIZE) -> int:
+    """Numbers that a page holds: K and V of block_size tokens in the layers of a group."""
     each = model.kv_values_per_token // model.num_kv_layers
-    return BLOCK_SIZE * groups_of(model.layer_windows).layers_each * each
+    return block_size * groups_of(model.layer_windows).layers_each * each
 
 
 def values_of_sequence(model: ModelShape, context: int) -> int:

@@ -14,6 +14,7 @@ from lessons.l01_roofline.calculators import (
     weight_bytes,
 )
 from lessons.l01_roofline.planner.models import ModelShape, find_model
+from lessons.l01_roofline.planner.windows import page_values
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.toolbox.measure.hardware import CHIPS, Chip
 
@@ -89,6 +90,8 @@ class StepCost:
         return tokens * kv_bytes_per_token(self.model) / bytes_per_s
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks beside the weights in 90 % of the chip's memory."""
+        """Blocks beside the weights in 90 % of the chip's memory; where some layers see a window, of
+        each group of layers (lesson 27).
+        """
         room = 0.9 * self.chip.memory_bytes - weight_bytes(self.model)
-        return int(room / (kv_bytes_per_token(self.model) * block_size))
+        return int(room / (2 * page_values(self.model, block_size)))

@@ -34,11 +34,14 @@ def test_codes_and_x_are_loaded_16_bytes_at_once():
 @pytest.mark.compiler
 def test_few_rows_leave_room_for_four_programs_of_an_sm():
     """4-bit codes, 16 rows: 128 threads of at most 128 registers, four times in 65536; and four
-    times the shared memory in an H200's 227 KiB.
+    times the shared memory in an H200's 227 KiB. NVFP4 holds eight scales a row, and there is room
+    for three.
     """
     for report in reports_of(KERNELS, "bf16_16x128"):
         if report.chip in (HOPPER, BLACKWELL):
-            assert report.registers <= 128 and 4 * report.shared_bytes <= 227 * 1024, report
+            programs, registers = (3, 168) if report.name.startswith("nvfp4") else (4, 128)
+            assert report.registers <= registers, report
+            assert programs * report.shared_bytes <= 227 * 1024, report
 
 
 @pytest.mark.compiler

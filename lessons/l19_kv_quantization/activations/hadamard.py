@@ -146,14 +146,16 @@ def rotate(x: Tensor) -> Tensor:
             block_a,
             block_b,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=warps_of(block_a * block_b),
+            num_warps=warps_of(block_a * block_b, x.dtype == torch.float32),
         )
     return out
 
 
-def warps_of(values: int) -> int:
-    """Warps for a tile: a thread holds 32 values at most."""
-    return min(8, max(1, values // 1024))
+def warps_of(values: int, is_float32: bool) -> int:
+    """Warps for a tile: a thread holds 32 values, or 8 in float32, whose products have no matrix
+    unit and keep more in registers.
+    """
+    return min(8, max(1, values // (256 if is_float32 else 1024)))
 
 
 def operations(n: int) -> tuple[int, int]:

@@ -150,7 +150,7 @@ def rotate_spec(n: int, dtype: str, chips: tuple) -> KernelSpec:
             **dict(zip(("BLOCK_A", "BLOCK_B"), blocks)),
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         },
-        num_warps=warps_of(blocks[0] * blocks[1]),
+        num_warps=warps_of(blocks[0] * blocks[1], dtype == "fp32"),
         divisible_by_16=("stride_x", "stride_out"),
         chips=chips,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import one_line, shown
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
-from lessons.toolbox.model.families import FAMILIES, Family
+from lessons.toolbox.model.families import FAMILIES, LACKING, Family
 
 # Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
@@ -124,9 +124,10 @@ def _model_config(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelC
     """The content of config.json as ModelConfig. Raises ValueError that names the key."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(
-            f"'model_type' {shown(model_type)} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+        has = LACKING.get(model_type) if isinstance(model_type, str) else None
+        why = "" if has is None else f", because it has {has}"
+        given = f"'model_type' {shown(model_type)} is not supported{why}"
+        raise ValueError(f"{given}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     raw = family.reworded(_with_one_name(raw, family.also_called or {}))
     needed = f"{NEEDED} {family.eps} {family.needs}".split()

@@ -180,7 +180,17 @@ ELSEWHERE = {
     "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 "
     "kimi_k2 glm4_moe",
     "state_families": "qwen3_next lfm2",
-    "mamba_families": "granitemoehybrid nemotron_h",
+    "mamba_families": "granitemoehybrid bamba nemotron_h",
+}
+# what the decoders lack for families that are asked for
+LACKING = {
+    "falcon_h1": "attention and a Mamba-2 side by side in a layer",
+    "jamba": "Mamba-1 layers",
+    "kimi_linear": "states that fade by a factor for each channel",
+    "llama4_text": "attention within chunks of the context",
+    "mamba": "Mamba-1 layers, and none with attention",
+    "mamba2": "no layer with attention",
+    "zamba2": "one attention layer that many share",
 }
 
 

@@ -1,5 +1,5 @@
 """Mamba-2 layers, whose state is a matrix that fades (lesson 27): their shape, and how the files of
-Granite 4 and Nemotron-H become fields of ModelConfig.
+Granite 4, Bamba and Nemotron-H become fields of ModelConfig.
 """
 
 import math
@@ -78,7 +78,7 @@ class MambaConfig(Kinds):
         return self.mamba_n_heads, self.mamba_d_state, self.mamba_d_head
 
 
-# ---------------------------------------------------------------- Granite 4
+# ---------------------------------------------------------------- Granite 4 and Bamba
 
 
 def granitemoehybrid(config) -> dict[str, Any]:
@@ -107,10 +107,31 @@ def granitemoehybrid(config) -> dict[str, Any]:
     # Granite 4.0 Micro, a Granite 3 under other names
     is_plain = kinds == (ATTENDS,) * config.num_hidden_layers and not config.num_local_experts
     if not is_plain:
-        sizes = {key: getattr(config, key) for key in f"{SIZES} {FLAGS}".split()}
-        limits = time_step_limit(config)
-        own |= dict(state=MambaConfig(kinds, **sizes, time_step_limit=limits))
+        own |= dict(state=mamba_of(config, kinds))
     return own
+
+
+def bamba(config) -> dict[str, Any]:
+    """The fields of ModelConfig that are Bamba's own, out of transformers' config. Raises
+    ValueError.
+    """
+    bias, share = config.attention_bias, config.rope_parameters["partial_rotary_factor"]
+    turning = getattr(config, "attn_rotary_emb", None)
+    half = config.hidden_size // config.num_attention_heads // 2
+    if share != 0.5 or turning not in (None, half):
+        raise ValueError(
+            f"half of a head must turn, 'attn_rotary_emb' be {half} or absent, not {shown(turning)}, "
+            f"and 'partial_rotary_factor' 0.5, not {shown(share)}"
+        )
+    state = mamba_of(config, tuple(config.layers_block_type))
+    own = dict(state=state, partial_rotary_factor=share, mlp_bias=config.mlp_bias)
+    return own | dict(qkv_bias=bias, o_bias=bias)
+
+
+def mamba_of(config, kinds: tuple[str, ...]) -> MambaConfig:
+    """The shape of the Mamba-2 layers under the names that both families use."""
+    sizes = {key: getattr(config, key) for key in f"{SIZES} {FLAGS}".split()}
+    return MambaConfig(kinds, **sizes, time_step_limit=time_step_limit(config))
 
 
 def time_step_limit(config) -> tuple[float, float]:

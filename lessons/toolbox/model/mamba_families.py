@@ -2,6 +2,7 @@
 
 from lessons.toolbox.model.families import Family
 from lessons.toolbox.model.mamba_config import (
+    bamba,
     granitemoehybrid,
     nemotron_h,
     with_infinity,
@@ -9,7 +10,8 @@ from lessons.toolbox.model.mamba_config import (
 )
 
 MULTIPLIERS = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
-GRANITE_SIZES = "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv"
+MAMBA_READS = """mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_d_head mamba_expand
+    mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit attention_bias"""
 # In this order, because a mixture's shared experts are named as an MLP alone is. Gate and up are
 # one matrix, and those of all experts are one stack.
 GRANITE_STORED = {
@@ -24,7 +26,11 @@ GRANITE_STORED = {
     "self_attn.gated_norm": "mamba.norm",
 }
 OF_MAMBA = "in_proj conv1d dt_bias A_log D out_proj"
-GRANITE_STORED |= {f"self_attn.{x}": f"mamba.{x}" for x in OF_MAMBA.split()}
+STORED_IN_MAMBA = {f"self_attn.{x}": f"mamba.{x}" for x in OF_MAMBA.split()}
+GRANITE_STORED |= STORED_IN_MAMBA
+# norm, the last one, before the one that is called so there
+BAMBA_STORED = dict(norm="final_layernorm", post_attention_layernorm="pre_ff_layernorm")
+BAMBA_STORED |= dict(mlp="feed_forward") | {"self_attn.gated_norm": "mamba.norm"} | STORED_IN_MAMBA
 # norm, the last one, before the norms that are called so there
 NEMOTRON_STORED = dict(norm="norm_f", input_layernorm="norm", embed_tokens="embeddings")
 NEMOTRON_STORED |= {"self_attn.gated_norm": "mixer.norm"}
@@ -41,13 +47,20 @@ FAMILIES = {
     "granitemoehybrid": Family(
         granitemoehybrid,
         f"num_key_value_heads shared_intermediate_size layer_types {MULTIPLIERS}",
-        f"{GRANITE_SIZES} mamba_d_head mamba_expand mamba_chunk_size mamba_conv_bias "
-        "mamba_proj_bias time_step_limit attention_bias position_embedding_type "
-        "num_local_experts num_experts_per_tok init_method",
+        f"{MAMBA_READS} position_embedding_type num_local_experts num_experts_per_tok init_method",
         fixed=dict(normalization_function="rmsnorm"),
         also_called=dict(layers_block_type="layer_types"),
         stored_as=GRANITE_STORED,
         may_be_zero="num_local_experts num_experts_per_tok",
+        reworded=with_infinity,
+    ),
+    "bamba": Family(
+        bamba,
+        "num_key_value_heads attn_layer_indices mamba_n_heads mamba_d_state",
+        f"{MAMBA_READS} mlp_bias attn_rotary_emb partial_rotary_factor num_logits_to_keep "
+        "z_loss_coefficient",
+        stored_as=BAMBA_STORED,
+        may_be_zero="z_loss_coefficient",
         reworded=with_infinity,
     ),
     "nemotron_h": Family(

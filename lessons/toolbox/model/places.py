@@ -35,7 +35,7 @@ def turning_last(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if FAMILIES[config.model_type].rope_in_pairs:
         turning = torch.cat([turning[:, 0::2], turning[:, 1::2]], dim=1)
     turned = torch.cat([rest, turning], dim=1)
-    if config.state is not None and ".q_proj." in name:
+    if len(heads) > config.num_attention_heads:
         # after each head of q its gate, whose coordinates are those of v
         turned[1::2] = heads[1::2]
     return turned.flatten(0, 1)

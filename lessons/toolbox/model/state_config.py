@@ -52,11 +52,12 @@ class Kinds:
         """The state of a layer's heads: [H, Dk, Dv]; None: it has a convolution alone."""
         return None
 
-    def bytes_per_sequence(self, bytes_per_value: int) -> int:
+    def bytes_per_sequence(self, bytes_per_value: int, of_matrices: int | None = None) -> int:
         """What a sequence keeps in these layers, however long it is. bytes_per_value: of the
-        model's dtype; the matrices, to which each token adds, have 4 bytes at least.
+        model's dtype; of_matrices: of a number of the matrices, None: 4 bytes at least, because
+        each token adds to them.
         """
-        matrices = prod(self.matrix_shape or (0,)) * max(4, bytes_per_value)
+        matrices = prod(self.matrix_shape or (0,)) * (of_matrices or max(4, bytes_per_value))
         return len(self.layers) * (prod(self.conv_shape) * bytes_per_value + matrices)
 
 

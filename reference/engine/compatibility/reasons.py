@@ -6,7 +6,7 @@ for wishes and for fields of the routes' bodies; a group's own table comes befor
 """
 
 NO_REASONING = "the model does not reason apart from its answer"
-NO_STATES = "a state has float32 at least, and mamba_block_size alone says where one is kept"
+NO_STATES = "mamba_ssm_cache_dtype and mamba_block_size say how and where states are kept"
 NO_TRANSFER = "kv_transfer_config hands over K and V, for completions and chats"
 ONE_KERNEL = "each operation has one implementation"
 ONE_NODE = "an engine runs on one machine"
@@ -107,7 +107,7 @@ REFUSED = {
         "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
         "blocks are offloaded in one way": "kv_offloading_backend",
         NO_TRANSFER: "ec_transfer_config ec_manager_config kv_sharing_fast_prefill",
-        NO_STATES: "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype "
+        NO_STATES: "mamba_config mamba_cache_dtype "
         "mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm "
         "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds",
         "a prefix matches in whole blocks of block_size, and the oldest is evicted": ""

@@ -76,7 +76,8 @@ def conv_weights(model: nn.Module) -> dict[int, Tensor]:
 
 class StatePool:
     """Of each state layer, in each slot, the last inputs of the convolution, [C, W - 1] in the
-    model's dtype, and the matrices of its heads, if it has any, [H, Dk, Dv] in float32 at least.
+    model's dtype, and the matrices of its heads, if it has any, [H, Dk, Dv]. of_matrices: their
+    dtype; None: float32 at least.
 
     What a slot holds before its sequence begins is not read, so no slot is ever cleared.
     """
@@ -88,11 +89,13 @@ class StatePool:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        of_matrices: torch.dtype | None = None,
     ):
         self.config, self.weights, self.num_slots = config, weights, num_slots
         self.ops = ops_for(torch.device(device), dtype)
         self.at = {layer: index for index, layer in enumerate(config.layers)}
-        shape, kept = (len(self.at), num_slots), torch.promote_types(dtype, torch.float32)
+        shape = len(self.at), num_slots
+        kept = of_matrices or torch.promote_types(dtype, torch.float32)
         self.windows = torch.zeros(*shape, *config.conv_shape, dtype=dtype, device=device)
         # no numbers where a layer has a convolution alone
         matrices = config.matrix_shape or (0,)

@@ -61,10 +61,10 @@ class HybridPool(KVPool):
         super().learn_layers(model)
         self.weights, self.dtype = conv_weights(model), model.dtype
 
-    def hold(self, num_slots: int) -> None:
-        """Make room for the states of so many sequences."""
-        device = self.k_slots.device
-        self.states = StatePool(self.state_config, self.weights, num_slots, self.dtype, device)
+    def hold(self, num_slots: int, of_matrices: torch.dtype | None = None) -> None:
+        """Make room for the states of so many sequences. of_matrices: as StatePool's."""
+        where = num_slots, self.dtype, self.k_slots.device
+        self.states = StatePool(self.state_config, self.weights, *where, of_matrices)
 
     @property
     def allocated_bytes(self) -> int:

@@ -6,11 +6,17 @@ place has a second slot for a snapshot where prefixes are cached, and one more w
 drafted.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.batch import Batch
 from lessons.l13_prefix_caching.naive import HashBlocks
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.cache_memory import bytes_per_token, cache_memory
@@ -19,6 +25,9 @@ from reference.engine.model_runner import ModelRunner
 from reference.features.composition import refuse_together
 from reference.features.states.pool import HybridPool, with_slots
 from reference.features.states.slots import SlotBlocks, SlotTable
+
+if TYPE_CHECKING:  # it imports the engine's runner, as this does, and few engines draft
+    from reference.speculation.speculation import Speculation
 
 
 def check_states(args: EngineArgs) -> None:
@@ -58,6 +67,18 @@ def slots_each(args: EngineArgs) -> int:
     return 1 + caches_prefixes(args) + (args.speculative_config is not None)
 
 
+def dtype_of(args: EngineArgs) -> torch.dtype | None:
+    """Of the matrices of states; None: float32 at least."""
+    name = args.mamba_ssm_cache_dtype
+    return None if name == "auto" else getattr(torch, name)
+
+
+def slot_bytes(args: EngineArgs, config: ModelConfig, itemsize: int) -> int:
+    """Of one sequence's states. itemsize: bytes of a number in the model's dtype."""
+    dtype = dtype_of(args)
+    return config.state.bytes_per_sequence(itemsize, dtype and dtype.itemsize)
+
+
 def with_states(args: EngineArgs, model: Decoder, max_model_len: int) -> EngineArgs:
     """The arguments with as many places as memory has slots for, and as much memory for blocks as
     is left. Raises ValueError for a feature that does not work with states.
@@ -66,7 +87,7 @@ def with_states(args: EngineArgs, model: Decoder, max_model_len: int) -> EngineA
     if args.num_gpu_blocks_override:
         return args
     config, itemsize = model.config, model.dtype.itemsize
-    place_bytes = slots_each(args) * config.state.bytes_per_sequence(itemsize)
+    place_bytes = slots_each(args) * slot_bytes(args, config, itemsize)
     memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len)
     longest = -(-max_model_len // args.block_size) * args.block_size
     blocks_bytes = longest * bytes_per_token(config, args.kv_cache_dtype, itemsize)
@@ -77,7 +98,26 @@ def with_states(args: EngineArgs, model: Decoder, max_model_len: int) -> EngineA
 
 def hold_states(runner: ModelRunner, args: EngineArgs) -> None:
     """Make room for a state in every place."""
-    runner.pool.hold(args.max_num_seqs * slots_each(args))
+    runner.pool.hold(args.max_num_seqs * slots_each(args), dtype_of(args))
+
+
+def join_states(
+    args: EngineArgs,
+    runner: ModelRunner,
+    scheduler: ChunkedScheduler,
+    speculation: Speculation | None,
+) -> None:
+    """What the parts of an engine have to know of states: where steps end so that one can be
+    copied, and what becomes of one whose drafts are rejected.
+    """
+    if caches_prefixes(args):
+        from reference.features.states.stops import StopsAtSnapshots
+
+        StopsAtSnapshots(scheduler)
+    if speculation is not None:
+        from reference.features.states.drafted import DraftedStates
+
+        speculation.states = DraftedStates(runner.pool, scheduler.blocks)
 
 
 def in_one_slot(pool: HybridPool, batch: Batch, chunks: list[tuple[list[int], int]]) -> Batch:
@@ -98,13 +138,13 @@ def slot_blocks(args: EngineArgs, runner: ModelRunner, cache: HashBlocks) -> Slo
 
     every = args.mamba_block_size or -(-SHORTEST // size) * size
     config, itemsize = runner.model.config, runner.model.dtype.itemsize
-    worth = worth_tokens(config, args.kv_cache_dtype, itemsize)
+    worth = worth_tokens(args, config, itemsize)
     return CachingSlotBlocks(*what, cache, every, worth)
 
 
-def worth_tokens(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> float:
+def worth_tokens(args: EngineArgs, config: ModelConfig, itemsize: int) -> float:
     """Tokens of which K and V are as large as a state. itemsize: bytes of a number in the model's
     dtype.
     """
-    of_token = bytes_per_token(config, kv_cache_dtype, itemsize)
-    return config.state.bytes_per_sequence(itemsize) / of_token
+    of_token = bytes_per_token(config, args.kv_cache_dtype, itemsize)
+    return slot_bytes(args, config, itemsize) / of_token

@@ -5,7 +5,10 @@ prefix helps only up to a point at which the state was copied: a snapshot. It is
 of the block that ends there (lesson 13), and is of use as long as the K and V before it are.
 
 A snapshot is in a slot that no sequence owns, as lesson 13's cache is in blocks that none owns: the
-free list is the order of eviction. So snapshots keep nothing back from a sequence.
+free list is the order of eviction. So snapshots keep nothing back from a sequence. Those that are
+proven, by rule 1 or by a sequence that began from them, leave after the others, or those of rule 3,
+one for each request that decodes, would drive them out. At most a quarter of the slots is proven at
+a time (segmented LRU), so that old favourites leave, too.
 
 Which are taken. One is as large as K and V of thousands of tokens, so not one at each block's end:
 
@@ -47,13 +50,23 @@ class SnapshotCounts:
 
 
 class Snapshots:
-    """{hash of a prefix: the slot with the state after it}. Makes no slot its own."""
+    """{hash of a prefix: the slot with the state after it}. Makes no slot its own. most_proven: how
+    many are proven at a time.
+    """
 
-    def __init__(self):
+    def __init__(self, most_proven: int):
         self.slot_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
-        self.have_served: set[int] = set()  # slots from which a sequence has begun
+        self.proven: dict[int, None] = {}  # slots, the newest last
+        self.most_proven = most_proven
         self.counts = SnapshotCounts()
+
+    def prove(self, slot: int) -> None:
+        """A prefix that this slot's state belongs to has come again."""
+        self.proven.pop(slot, None)
+        self.proven[slot] = None
+        if len(self.proven) > self.most_proven:
+            del self.proven[next(iter(self.proven))]
 
     def add(self, key: bytes, slot: int) -> None:
         """The slot holds the state after this prefix now."""
@@ -68,10 +81,23 @@ class Snapshots:
     def drop(self, slot: int) -> None:
         """What the slot holds is known no more."""
         del self.slot_of[self.key_of.pop(slot)]
-        self.have_served.discard(slot)
+        self.proven.pop(slot, None)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.key_of
+
+
+class SlotPool(CachingPool):
+    """A pool of slots, taken one by one: first those that are no snapshot, then snapshots that are
+    not proven, the least recently used of each.
+    """
+
+    def take(self, count: int) -> list[int]:
+        """One slot, count = 1. Raises OutOfBlocks."""
+        found = next((slot for slot in self.free if slot not in self.cache.proven), None)
+        if found is not None:
+            self.free.move_to_end(found, last=False)
+        return super().take(count)
 
 
 class SnapshotTable(SlotTable):
@@ -104,8 +130,8 @@ class CachingSlotBlocks(SlotBlocks, CachingBlockManager):
     ):
         super().__init__(num_blocks, block_size, num_slots, copy, cache=cache)
         self.every, self.worth_tokens = every, worth_tokens
-        self.snapshots = Snapshots()
-        self.slots = CachingPool(num_slots, self.snapshots)
+        self.snapshots = Snapshots(most_proven=num_slots // 4)
+        self.slots = SlotPool(num_slots, self.snapshots)
         self.pool.forget = self.forget_block
 
     def forget_block(self, block: int) -> None:
@@ -130,7 +156,7 @@ class CachingSlotBlocks(SlotBlocks, CachingBlockManager):
         if known:
             table.slot = self.snapshots.slot_of[self.cache.hash_of[blocks[known - 1]]]
             self.slots.share([table.slot])
-            self.snapshots.have_served.add(table.slot)
+            self.snapshots.prove(table.slot)
             self.snapshots.counts.hits += 1
         held = known * self.block_size
         parts_at = len(blocks) * self.block_size // self.every * self.every
@@ -201,13 +227,15 @@ class CachingSlotBlocks(SlotBlocks, CachingBlockManager):
                 self.slots.release([slot])
         if slot in free:
             free.move_to_end(slot)  # the last to be evicted
-        # Where prompts part it stays, because a third one may come.
-        table.last = None if tokens == getattr(table, "stop", None) else (key, tokens)
+        table.last = key, tokens
+        if tokens == getattr(table, "stop", None):
+            self.snapshots.prove(slot)
+            table.last = None  # it stays, because a third prompt may come
 
     def slot_to_replace(self, table: SlotTable, tokens: int) -> int | None:
         """The slot of the sequence's last snapshot, if the new one may take its place."""
         if (last := getattr(table, "last", None)) is None:
             return None
         slot = self.snapshots.slot_of.get(last[0])
-        is_kept = slot is None or slot in self.snapshots.have_served or slot not in self.slots.free
+        is_kept = slot is None or slot in self.snapshots.proven or slot not in self.slots.free
         return None if is_kept or tokens - last[1] >= self.worth_tokens else slot

@@ -107,6 +107,9 @@ class GroupBlocks(BlockManager):
                 copies.append((table[at], own))
                 self.give_back(group, [table[at]])
                 table[at] = own
+            # Where `held` is past the table's end, as in a simulator that skips steps.
+            first = first_page(self.groups.windows[group], held, self.block_size)
+            table += [GONE] * (first - len(table))
             count = -(-tokens // self.block_size) - len(table)
             table += self.take_for(group, max(0, count))
         return copies
@@ -129,7 +132,7 @@ class GroupBlocks(BlockManager):
         """Give back the pages that no token from position `held` on sees."""
         for group, table in enumerate(self.tables[sequence].groups):
             first = first_page(self.groups.windows[group], held, self.block_size)
-            at = first
+            at = first = min(first, len(table))
             while at and table[at - 1] != GONE:  # those before were given back earlier
                 at -= 1
             behind = table[at:first]

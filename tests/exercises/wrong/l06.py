@@ -16,6 +16,10 @@ answers = Answers()
 answers.slips(
     "6.1",
     """
+    stretched_without_mscale: Without mscale_all_dim m is 1, whatever the factor is.
+    - m = 0.1 * mscale_all_dim * math.log(factor) + 1
+    + m = 0.1 * (mscale_all_dim or 1.0) * math.log(factor) + 1
+
     latent_rotated: You rotate the latent. W_UK could then never move into the query: only k_pe and
         q_pe carry the position.
     - k_nope, v = (

@@ -176,6 +176,11 @@ answers.slips(
     - right=True
     + right=False
 
+    equal_ones_share: Greedy is one token: of equal logits the first has all of the probability.
+    - best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    + best = (logits == logits.amax(-1, keepdim=True)).to(logits.dtype)
+    + best = best / best.sum(-1, keepdim=True)
+
     nearly_greedy: A temperature near 0 is not greedy: the next logit may be as near.
     - is_greedy = (temperature == 0)[:, None, None]
     - divisor = torch.where(is_greedy, 1, temperature[:, None, None])

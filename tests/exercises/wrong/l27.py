@@ -459,6 +459,10 @@ answers.slips(
     - min(common, length - 1)
     + common
 
+    alike_ones_once: Two requests may be alike, and each of them saves.
+    - for common, length in later:
+    + for common, length in set(later):
+
     one_snapshot: Each snapshot costs, not only one.
     - prompt // interval * state_bytes * byte_s
     + state_bytes * byte_s

@@ -602,6 +602,10 @@ answers.slips(
     - math.floor(handicap / (row_bytes - index_bytes)) + 1
     + math.ceil(handicap / (row_bytes - index_bytes))
 
+    never_right_after_k: Already one key that is left out may pay for the index rows of all.
+    - return math.floor(handicap / (row_bytes - index_bytes)) + 1
+    + return max(k + 2, math.floor(handicap / (row_bytes - index_bytes)) + 1)
+
     rounded_down: The crossing is between two contexts, and the longer one is the first to pay.
     - math.floor(handicap / (row_bytes - index_bytes)) + 1
     + math.floor(handicap / (row_bytes - index_bytes))
