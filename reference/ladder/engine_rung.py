@@ -6,6 +6,7 @@ asked before.
 """
 
 from copy import copy
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +22,7 @@ from reference.engine.assembly import engine_over
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.sampling_params import DRAWN_BY, SamplingParams
+from reference.features.windows.room import groups_for
 
 
 @torch.inference_mode()
@@ -35,7 +37,7 @@ def generate(
     check_call(model, on_token, may_have_states=True)
     requests = read_requests(model.config, prompts, max_new_tokens, sampling)
     if waiting := unfinished(requests):
-        args = args_for(waiting)
+        args = args_for(model, waiting)
         engine = kept_engine(model, args)
         for request in waiting:
             engine.add_request(str(request.row), request.prompt, params_of(request))
@@ -46,9 +48,11 @@ def generate(
     return [request.output for request in requests]
 
 
-def args_for(waiting: list[Request]) -> EngineArgs:
-    """As many places, tokens a step and blocks as lesson 15's rung has."""
-    return EngineArgs(
+def args_for(model: Decoder, waiting: list[Request]) -> EngineArgs:
+    """As many places, tokens a step and blocks as lesson 15's rung has; where layers are in groups
+    (lesson 27), as many for each group.
+    """
+    args = EngineArgs(
         # + 1, because most_cached leaves out an answer's last token
         max_model_len=max(request.most_cached for request in waiting) + 1,
         max_num_seqs=MAX_NUM_SEQS,
@@ -56,6 +60,11 @@ def args_for(waiting: list[Request]) -> EngineArgs:
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=blocks_of(waiting, MAX_NUM_SEQS, BLOCK_SIZE),
     )
+    groups = groups_for(args, model.config, args.max_model_len)
+    if groups is None:
+        return args
+    blocks = args.num_gpu_blocks_override * len(groups.layers)
+    return replace(args, num_gpu_blocks_override=blocks)
 
 
 KEPT = WeakKeyDictionary()  # {model: (what its engine was made of, the engine)}
