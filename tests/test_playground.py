@@ -118,7 +118,10 @@ def test_a_plan_is_that_of_the_planner(draw, tmp_path):
     assert 'class="dot"' in found["picture"]
 
 
-MOVED = "const s = document.getElementById('{id}'); s.value = {value}; s.dispatchEvent(new Event('input'));"
+MOVED = (
+    "const s = document.getElementById('{id}'); s.value = {value}; "
+    "s.dispatchEvent(new Event('input'));"
+)
 
 
 @in_a_browser

@@ -373,8 +373,8 @@ def test_states_of_another_dtype(model, dtype):
 
 
 def test_the_host_and_snapshots_take_states_as_they_are(model):
-    """In bfloat16 they are copied bit by bit, so a request that waits or begins from a snapshot goes
-    on as it would have.
+    """In bfloat16 they are copied bit by bit, so a request that waits or begins from a snapshot
+    goes on as it would have.
     """
     states = new_engine(model, mamba_ssm_cache_dtype="bfloat16").runner.pool.states
     for tensor in states.tensors:
