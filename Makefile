@@ -18,7 +18,7 @@ EXPORT ?=
 VERSION ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers clients book demo serve test test-all check progress board lab bench doctor gpu proof profile slides handouts film wheel release clean
+.PHONY: help setup peers clients book playground demo serve test test-all check progress board lab bench doctor gpu proof profile slides handouts film wheel release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ book: ## the course as pages for a browser, in build/book/html, without a server
 	@.venv-book/bin/python -m book.stage build/book/source
 	@.venv-book/bin/python -m sphinx -W --keep-going -d build/book/doctrees build/book/source build/book/html
 	@echo "open build/book/html/index.html"
+
+playground: ## the pages with sliders by themselves, in build/playground, in a second
+	@$(PYTHON) -m book.playground.alone build/playground
 
 demo: setup ## climb the ladder: the same prompts through every rung, the same tokens (IMPL=exercises: on your code)
 	@$(RUN) -m reference.ladder --model $(MODEL) --out $(OUT) $(if $(IMPL),--impl $(IMPL))

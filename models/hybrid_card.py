@@ -199,8 +199,9 @@ def comparison(figures: dict) -> str:
     """What may be compared, and how the models were trained."""
     hybrid, tiny = figures["models"]["hybrid"], figures["models"]["tiny"]
     tokens = hybrid["tokens_seen"]
-    return f"""- **What it may be compared with.** A control has the same width, MLPs, text, order of batches,
-  optimizers and number of tokens ({tokens / 1e6:.1f} M). Only its layers differ. `models/tiny` is
+    return f"""- **What it may be compared with.** A control has the same width, MLPs, text, order
+  of batches, optimizers and number of tokens ({tokens / 1e6:.1f} M). Only its layers differ.
+  `models/tiny` is
   larger, has seen {tiny["tokens_seen"] / tokens:.0f} times as many tokens and has learned to leave
   its loops. So its column says what a longer training gives, and nothing about kinds of layers.
   Each was trained once, with one seed: a few hundredths of a nat say nothing.
@@ -236,15 +237,15 @@ The last column's training was ended before its last row. Of `models/tiny` no su
 {known(figures)}
 
 - **Copies**: {COPIED} random tokens, then held-out code, then the same tokens again. Share of its
-  last {COPIED - BEGINNING} tokens that the model finds likeliest, and their loss. Who knows nothing
-  and says so loses {math.log(4096):.1f} nats.
+  last {COPIED - BEGINNING} tokens that the model finds likeliest, and their loss. A model that
+  knows nothing and says so loses {math.log(4096):.1f} nats.
 - **Digits**: `SECRET_KEY =` and {DIGITS} digits, then held-out code, then the name again. Chance is
   10 %.
 - **The hybrid copies better than its control**, although their losses are nearly equal. A likely
   reason: to find what followed a token the last time, a key has to know the token before it. A
   convolution mixes it in, and a model of attention alone needs a layer for that.
-- {TRIALS} trials of each, the same ones for all models. Windows longer than 512 tokens were the last
-  {1 - PHASES[-2].until:.0%} of a training, so the longest distance was hardly practised.
+- {TRIALS} trials of each, the same ones for all models. Windows longer than 512 tokens were the
+  last {1 - PHASES[-2].until:.0%} of a training, so the longest distance was hardly practised.
 
 ## How fast its states fade
 

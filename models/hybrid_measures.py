@@ -66,7 +66,7 @@ def rows_of(model: PreTrainedModel, windows: list[np.ndarray], last: int) -> Ten
 
 def copied(model: PreTrainedModel, text: np.ndarray, distance: int) -> dict[str, float]:
     """How well the second copy of a needle is known: the share of its tokens that are the likeliest
-    ones, and their loss in nats. ln 4096 = 8.3 is the loss of one who knows nothing.
+    ones, and their loss in nats. ln 4096 = 8.3 is the loss of a model that knows nothing.
     """
     chosen = needles()
     windows = [

@@ -1,4 +1,4 @@
-"""Small models whose layers keep states, an engine over one, and histories of what is asked of it."""
+"""Small models whose layers keep states, an engine over one, and histories of requests."""
 
 import random
 from collections import Counter

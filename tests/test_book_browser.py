@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from book.playground import alone
 from book.stage import REPOSITORY
 from tests.test_trace import CHROMIUM, in_a_browser
 
@@ -25,6 +26,7 @@ PAGES = [
     GALLERY,
     "code/lessons/l02_naive_attention/decoder.py.html",
     "notebooks/09_flash_attention.html",
+    *(f"book/playground/{name}.html" for name in alone.NAMES),
     *(f"{room}/{page}.html" for room in ROOMS for page in ("README", "MORE")),
 ]
 

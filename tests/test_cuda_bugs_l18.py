@@ -33,8 +33,16 @@ BUGS = {
     ),
     "sums of the other warps lost": ("others[other * wn + warp][i][lane]", "0.0f", WRONG),
     "sums of the third warp lost": ("other < wk - 1", "other < 1", WRONG),
-    "sums of a neighbour's tile": ("others[other * wn + warp]", "others[other * wn + (warp ^ 1)]", WRONG),
-    "buffers of two splits overlap": ("(split * 2 * BUFFER + warp", "(split * BUFFER + warp", f"{RACE}|{OR_BEYOND}"),
+    "sums of a neighbour's tile": (
+        "others[other * wn + warp]",
+        "others[other * wn + (warp ^ 1)]",
+        WRONG,
+    ),
+    "buffers of two splits overlap": (
+        "(split * 2 * BUFFER + warp",
+        "(split * BUFFER + warp",
+        f"{RACE}|{OR_BEYOND}",
+    ),
     "x after the last column": ("lane * CHUNK < size ? 16 : 0", "lane * CHUNK < size ? 16 : 16",
                                 OR_BEYOND),
     "upper and lower outputs swapped": ("minus[i % 2])", "minus[(i + 1) % 2])", WRONG),

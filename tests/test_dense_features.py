@@ -59,6 +59,7 @@ FAMILIES = {
     "smollm3": dict(head_dim=None, no_rope_layers=[0, 1]),
     "starcoder2": LAYER_NORM | dict(norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
 }
+FEW = 10  # of all layers, for two beams of a model with windows
 FEATURES = [
     "int8",
     "int4",
@@ -88,6 +89,10 @@ def family(request, monkeypatch):
     name = request.param
     monkeypatch.setitem(cases.FAMILIES, name, dict(model_type=name) | FAMILIES[name])
     monkeypatch.setattr(cases, "family_of", lambda features: name)
+    if "sliding_window" in FAMILIES[name]:  # whose blocks come back, so fewer are enough
+        for feature in ("recompute", "swap"):
+            few = cases.ARGUMENTS[feature] | dict(num_gpu_blocks_override=FEW)
+            monkeypatch.setitem(cases.ARGUMENTS, feature, few)
     cases.expected.cache_clear()  # it is kept by features alone
     yield name
     cases.expected.cache_clear()

@@ -5,19 +5,18 @@ import itertools
 import json
 import random
 import re
-import shutil
 import subprocess
 
 import pytest
 
-from book.playground import tables
+from book.playground import alone, tables
 from book.stage import REPOSITORY
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l01_roofline.planner.plan import make_plan
 from lessons.toolbox.measure.hardware import lookup
 from tests.test_trace import CHROMIUM, in_a_browser
 
-PAGES = REPOSITORY / "book/playground"
+PAGES = alone.PAGES
 TEXTS = {name: (PAGES / f"{name}.md").read_text(encoding="utf-8") for name in tables.TABLES}
 
 
@@ -41,6 +40,25 @@ def test_a_page_loads_what_is_there_and_nothing_else(name):
         assert not re.search(r"https?://(?!www\.w3\.org)|fetch\(|import\(", code)
 
 
+def test_every_page_has_a_table_and_is_written_alone(tmp_path, capsys):
+    assert set(alone.NAMES) == set(tables.TABLES)
+    alone.main([str(tmp_path)])
+    assert "index.html" in capsys.readouterr().out
+    index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    for name in alone.NAMES:
+        assert f"{name}.html" in index and alone.title(name) in index
+        text = (tmp_path / f"book/playground/{name}.html").read_text(encoding="utf-8")
+        for file in re.findall(r'(?:src|href)="([^"]+)"', text):
+            assert (tmp_path / "book/playground" / file).is_file(), file
+
+
+def test_the_front_page_shows_two_of_them():
+    front = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for name in alone.PICTURES:
+        assert f"](book/playground/{name}.png)" in front
+        assert (PAGES / f"{name}.png").stat().st_size < 2**17
+
+
 # ---------------------------------------------------------------- in a browser
 
 
@@ -48,18 +66,10 @@ def opened(name: str, tmp_path, state: dict, after: str = "") -> dict[str, str]:
     """{id: words} of a page that is opened with the sliders in these places. after: a script that
     runs then. Errors of the page's scripts have the id "errors".
     """
-    folder = tmp_path / "book/playground"
-    folder.mkdir(parents=True, exist_ok=True)
-    static = tmp_path / "_static/playground"
-    if not static.exists():
-        shutil.copytree(tables.STATIC, static)
-    body = "\n".join(line for line in TEXTS[name].splitlines() if line.startswith("<"))
-    watch = "<pre id='errors'></pre><script>onerror = (m) => errors.textContent += m;</script>"
-    page = folder / f"{name}.html"
-    page.write_text(f"<!doctype html><meta charset='utf-8'>{watch}{body}<script>{after}</script>")
+    alone.write(tmp_path, after)
+    page = tmp_path / f"book/playground/{name}.html"
     place = "&".join(f"{key}={value}" for key, value in state.items())
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    flags = [*alone.FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     done = subprocess.run(
         [CHROMIUM, *flags, f"file://{page}#{place}"], capture_output=True, text=True, timeout=120
     )
@@ -108,7 +118,10 @@ def test_a_plan_is_that_of_the_planner(draw, tmp_path):
     assert 'class="dot"' in found["picture"]
 
 
-MOVED = "const s = document.getElementById('{id}'); s.value = {value}; s.dispatchEvent(new Event('input'));"
+MOVED = (
+    "const s = document.getElementById('{id}'); s.value = {value}; "
+    "s.dispatchEvent(new Event('input'));"
+)
 
 
 @in_a_browser

@@ -239,6 +239,31 @@ def test_the_engine_counts_what_it_finds(model):
     assert StatsCounter(new_engine(model)).stats().snapshots is None
 
 
+def test_a_step_of_drafts_ends_where_a_snapshot_may_be(model):
+    """Else a sequence whose drafts are right would pass by most of them."""
+    config = dict(method="ngram", num_speculative_tokens=3)
+    engine = new_engine(
+        model, enable_prefix_caching=True, mamba_block_size=4, speculative_config=config
+    )
+    (answer,), taken, blocks = alone(model, [[5, 6, 7]], 12), [], engine.scheduler.blocks
+    take_snapshot = blocks.take_snapshot
+
+    def noted(sequence, tokens):
+        taken.append(tokens)
+        take_snapshot(sequence, tokens)
+
+    def lookup(sequence, count):
+        return answer[len(sequence.output) :][:count]
+
+    blocks.take_snapshot, engine.speculation.proposer.lookup = noted, lookup
+    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=12, **GREEDY))
+    while engine.has_unfinished_requests:
+        (output,) = engine.step()
+    assert output.outputs[0].token_ids == answer and taken == [4, 8, 12]
+    assert engine.speculation.counts.accepted >= 6
+    assert_all_returned(engine)
+
+
 def test_a_place_has_a_second_slot_for_a_snapshot(model):
     slot, block = model.config.state.bytes_per_sequence(8), 4 * model.config.kv_bytes_per_token(8)
     memory = 8 * slot + 20 * block
@@ -348,8 +373,8 @@ def test_states_of_another_dtype(model, dtype):
 
 
 def test_the_host_and_snapshots_take_states_as_they_are(model):
-    """In bfloat16 they are copied bit by bit, so a request that waits or begins from a snapshot goes
-    on as it would have.
+    """In bfloat16 they are copied bit by bit, so a request that waits or begins from a snapshot
+    goes on as it would have.
     """
     states = new_engine(model, mamba_ssm_cache_dtype="bfloat16").runner.pool.states
     for tensor in states.tensors:

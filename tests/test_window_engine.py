@@ -4,7 +4,7 @@ same model without any engine, and every page comes back.
 
 import random
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l17_tree_speculation.heads.heads import EagleDraft, MedusaHeads, MTPDraft
 from lessons.toolbox.measure.device import has_triton
-from reference.engine.cache_memory import blocks_that_fit
+from reference.engine.cache_memory import blocks_that_fit, run_largest_step
 from reference.engine.engine_args import EngineArgs
+from reference.engine.model_runner import ModelRunner
 from reference.engine.sampling_params import SamplingParams
 from reference.features.windows import pool as pool_module
 from reference.features.windows.blocks import GroupBlocks
@@ -98,7 +99,8 @@ def a_history(name: str) -> tuple[dict, list]:
         house |= dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))
     groups = groups_for(EngineArgs(**house), model_of(name).config, LONGEST)
     longest = groups.most_pages(60 + MOST, house["block_size"], tokens)
-    house["num_gpu_blocks_override"] = random.choice([longest, longest + 2, 2 * longest, 800])
+    pages = random.choice([longest, longest + 2, 2 * longest, 800])
+    house["num_gpu_blocks_override"] = -(-pages // len(groups.windows))  # blocks of all layers
     asked = []
     for _ in range(random.randint(3, 8)):
         count = random.choice([1, 1, 2]) if places > 1 else 1
@@ -201,7 +203,7 @@ def test_drafts_change_no_token(way):
         del config["num_speculative_tokens"]
     prompts = [prompt[:25] * 2 for prompt, *_ in known(PLAIN)]  # so that n-grams are found
     want = answers_of(new_engine(model, **ONE_GROUP), prompts, greedy(MOST), together=False)
-    for house in (dict(), dict(num_gpu_blocks_override=90), dict(max_num_batched_tokens=24)):
+    for house in (dict(), dict(num_gpu_blocks_override=26), dict(max_num_batched_tokens=24)):
         engine = new_engine(model, drafter_of(method), speculative_config=config, **house)
         assert isinstance(engine.scheduler.blocks, GroupBlocks)
         assert answers_of(engine, prompts, greedy(MOST)) == want, house
@@ -257,10 +259,10 @@ def test_a_row_of_another_group_is_found(row):
             inputs[-4 + row] = inputs[-1] - 1 if row == 1 else inputs[row]
             return inputs, table
 
-    prompts = [random.choices(range(VOCAB), k=20) for _ in range(2)]
-    want = [[alone(model_of(PLAIN, torch.float32), prompt, 4)] for prompt in prompts]
+    prompts = [random.choices(range(VOCAB), k=20) for _ in range(3)]
+    want = [[alone(model_of(PLAIN, torch.float32), prompt, 10)] for prompt in prompts]
     try:
-        assert answers_of(kernel_engine(Mixed), prompts, greedy(4)) != want
+        assert answers_of(kernel_engine(Mixed), prompts, greedy(10)) != want
     except ValueError as error:
         assert "finite" in str(error)
 
@@ -395,6 +397,27 @@ def test_memory_for_less_than_the_longest_says_how_much_it_is_for():
     )
     with pytest.raises(ValueError, match="max_model_len: got 96; accepted: at most 16, the tokens"):
         blocks_that_fit(few, model, LONGEST, groups=groups)
+
+
+def test_blocks_that_are_asked_for_are_of_all_layers():
+    """So a number that was enough for a request with one group is enough with several."""
+    model = model_of("gemma3")
+    engine = new_engine(model, num_gpu_blocks_override=15, max_num_batched_tokens=60)
+    assert engine.runner.pool.num_blocks == 7 * 15
+    prompt = random.choices(range(VOCAB), k=58)
+    assert answers_of(engine, [prompt], greedy(2)) == [[alone(model, prompt, 2)]]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_the_largest_step_is_measured_over_groups(name):
+    """A GPU has to hold the pages of one sequence then, and not as many as with one group."""
+    model = model_of(name)
+    args = EngineArgs(max_num_seqs=3, max_num_batched_tokens=40, block_size=4)
+    groups = groups_for(args, model.config, LONGEST)
+    held = run_largest_step(args, model, LONGEST, partial(ModelRunner, groups=groups))
+    whole = run_largest_step(args, model, LONGEST)
+    share = groups.layers_each / model.config.num_hidden_layers
+    assert held == pytest.approx(whole * share)
 
 
 def test_more_requests_run_at_once():

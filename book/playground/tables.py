@@ -78,8 +78,8 @@ def planned(
 
 
 def speculation() -> dict:
-    """By the tenths of p and q: {"4,3,3": {"2,5,3": [acceptance, the residual's tenths …]}}, and the
-    tokens of a step by acceptance and count.
+    """By the tenths of p and q: {"4,3,3": {"2,5,3": [acceptance, the residual's tenths …]}}, and
+    the tokens of a step by acceptance and count.
     """
     import torch
 

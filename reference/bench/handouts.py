@@ -24,10 +24,12 @@ LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")  # of no use on paper
 HINTS = re.compile(r"<details><summary>Hint .*", re.DOTALL)
 LINES = 4  # to write on, after a question
 LOOK = """
-body { max-width: 46em; margin: 2em auto; padding: 0 1em; font: 16px/1.5 Georgia, serif; color: #111; background: #fff; }
+body { max-width: 46em; margin: 2em auto; padding: 0 1em; font: 16px/1.5 Georgia, serif;
+  color: #111; background: #fff; }
 h1, h2, h3, .effort { font-family: "DejaVu Sans", sans-serif; line-height: 1.25; }
 h2 { font-size: 1.3em; } h3 { font-size: 1.05em; margin-bottom: .2em; }
-pre { font: 12px/1.35 "DejaVu Sans Mono", monospace; white-space: pre-wrap; border-left: 3px solid #999; padding-left: .8em; }
+pre { font: 12px/1.35 "DejaVu Sans Mono", monospace; white-space: pre-wrap;
+  border-left: 3px solid #999; padding-left: .8em; }
 code { font: .85em "DejaVu Sans Mono", monospace; }
 pre code { font: inherit; }
 table { border-collapse: collapse; } td, th { border: 1px solid #999; padding: .2em .6em; }
@@ -36,7 +38,8 @@ table { border-collapse: collapse; } td, th { border: 1px solid #999; padding: .
 @media print {
   nav { display: none; }
   body { max-width: none; margin: 0; font-size: 11pt; } pre { font-size: 8.5pt; }
-  section { break-before: page; } article { break-inside: avoid-page; } h2, h3 { break-after: avoid; }
+  section { break-before: page; } article { break-inside: avoid-page; }
+  h2, h3 { break-after: avoid; }
 }
 """
 

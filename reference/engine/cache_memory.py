@@ -40,7 +40,8 @@ def blocks_that_fit(
     ValueError if memory does not hold one such sequence.
     """
     if args.num_gpu_blocks_override:
-        return args.num_gpu_blocks_override
+        # As many bytes in groups, so what fits into blocks of all layers always fits.
+        return args.num_gpu_blocks_override * (1 if groups is None else len(groups.windows))
     per_token = partial(bytes_per_token, kv_cache_dtype=args.kv_cache_dtype)
     itemsize, in_block = model.dtype.itemsize, len(model.stage_layers)
     if groups is not None:
@@ -50,6 +51,8 @@ def blocks_that_fit(
     if draft is not None:
         block_bytes += per_token(draft, itemsize=itemsize)
     block_bytes *= args.block_size
+    if groups is not None:
+        new_runner = partial(new_runner, groups=groups)
     memory = args.kv_cache_memory_bytes or cache_memory(args, model, max_model_len, new_runner)
     num_blocks = max(0, int(memory // block_bytes))
 
@@ -142,7 +145,12 @@ def run_largest_step(
     counts = [tokens // places + (place < tokens % places) for place in range(places)]
     counts = [min(count, max_model_len) for count in counts]
     chunks = [([0] * count, max_model_len - count) for count in counts]
-    batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
+    if runner.groups is None:
+        batch = step_batch(runner.pool, chunks, [list(range(longest))] * places)
+    else:
+        from reference.features.windows.room import at_the_end
+
+        batch = at_the_end(runner, chunks, max_model_len)
     if model.config.state is not None:
         from reference.features.states.room import in_one_slot
 

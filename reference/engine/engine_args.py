@@ -64,7 +64,7 @@ class EngineArgs:
     seed: of the requests that bring none: an engine with this seed gives the same calls the same
     tokens. None: others each time. max_model_len: None takes the model's own.
     max_num_batched_tokens: of one step; None takes 2048, or more if max_num_seqs asks for it.
-    num_gpu_blocks_override: blocks of the cache; None takes what memory gives.
+    num_gpu_blocks_override: blocks of the cache, each of all layers; None: what memory gives.
     kv_cache_memory_bytes: of the cache; None: on a GPU what gpu_memory_utilization leaves, on a CPU
     at most 1 GiB. preemption_mode: what becomes of the K and V of a request whose blocks another
     one needs: "recompute" throws them away, "swap" keeps them in swap_space GiB of the host's

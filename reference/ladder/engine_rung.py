@@ -67,7 +67,7 @@ def kept_engine(model: Decoder, args: EngineArgs) -> Engine:
     if made_of != (args, captured_for(model)):
         # A shallow copy, because a value that holds its key would keep a deleted model alive.
         return engine_over(copy(model), None, args)
-    for block in range(args.num_gpu_blocks_override):
+    for block in range(engine.scheduler.blocks.num_blocks):
         engine.scheduler.blocks.cache.forget(block)
     return engine
 

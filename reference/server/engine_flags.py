@@ -22,7 +22,7 @@ HELP = {
     "max_num_batched_tokens": "of one step (default: 2048, or more for --max-num-seqs)",
     "block_size": "tokens of a block of the cache (default: {})",
     "gpu_memory_utilization": "share of a GPU's memory that may be taken (default: {})",
-    "num_gpu_blocks_override": "blocks of the cache (default: what memory gives)",
+    "num_gpu_blocks_override": "blocks of the cache, of all layers (default: what memory gives)",
     "kv_cache_memory_bytes": "of the cache (default: on a CPU at most 1 GiB)",
     "preemption_mode": f"{' or '.join(CHOICES['preemption_mode'])} (default: {{}})",
     "swap_space": "GiB of the host's memory for --preemption-mode swap (default: {})",

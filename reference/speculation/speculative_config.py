@@ -73,7 +73,7 @@ class SpeculativeConfig:
 
     @property
     def has_pool(self) -> bool:
-        """Whether what drafts has K and V of its own, in blocks with the numbers of the target's."""
+        """Whether what drafts has K and V of its own, in blocks numbered as the target's."""
         return self.method in (DRAFT, EAGLE, MTP)
 
     @classmethod

@@ -37,8 +37,8 @@ BROKEN_RULES = (
     ),
     (
         r"uses `(.+)`, which no compiler knows",
-        "if `{1}` is a number, give it as an argument or make it tl.constexpr; if it is a function, "
-        "it needs @triton.jit",
+        "if `{1}` is a number, give it as an argument or make it tl.constexpr; if it is a "
+        "function, it needs @triton.jit",
     ),
     (
         r"leaves out \d+ of \d+ elements of",
@@ -49,8 +49,8 @@ BROKEN_RULES = (
         "nothing of `{1}` is loaded by a kernel: in the wrapper only allocate, view and launch",
     ),
     (
-        r"no kernel stored|the kernel has to compute (?:it|them)|were changed after the kernel's launch|"
-        r"no kernel loads",
+        r"no kernel stored|the kernel has to compute (?:it|them)|were changed after the kernel's "
+        r"launch|no kernel loads",
         "in the wrapper only allocate, view and launch; the numbers are for the kernel to compute",
     ),
     (

@@ -4,8 +4,9 @@
 
 Values cannot tell, because PyTorch's are as right. So here the wrapper may only allocate, fill and
 view tensors that hold numbers; a kernel has to load each input and to store each element of the
-result, by what a compiler knows, and after its launch nobody may change one. Every exercise with a kernel has this check, and
-attacks (wrong/attacks.py) show that it rejects what it is for. Its programs run in two orders, too.
+result, by what a compiler knows, and after its launch nobody may change one. Every exercise with a
+kernel has this check, and attacks (wrong/attacks.py) show that it rejects what it is for. Its
+programs run in two orders, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -172,8 +173,8 @@ class Watch:
         )
         left_out = int((counts == 0).sum())
         assert not once or not left_out, (
-            f"your kernel leaves out {left_out} of {x.numel()} elements of `{name}`: it has to load "
-            "each one"
+            f"your kernel leaves out {left_out} of {x.numel()} elements of `{name}`: it has to "
+            "load each one"
         )
         # Compiled, a block of fewer values than threads is loaded by several threads at once.
         assert not once or not interpreting() or bool((counts == 1).all()), (

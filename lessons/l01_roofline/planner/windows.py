@@ -1,4 +1,4 @@
-"""Models in which some layers see a window of keys: their shapes, and what a sequence of them keeps.
+"""Models in which some layers see a window of keys: their shapes, and what a sequence keeps.
 
     python -m lessons.l01_roofline --model gemma-3-27b --gpu h200 --context 32768
 

@@ -90,8 +90,8 @@ class StepCost:
         return tokens * kv_bytes_per_token(self.model) / bytes_per_s
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks beside the weights in 90 % of the chip's memory; where some layers see a window, of
-        each group of layers (lesson 27).
+        """Blocks beside the weights in 90 % of the chip's memory; where some layers see a window,
+        of each group of layers (lesson 27).
         """
         room = 0.9 * self.chip.memory_bytes - weight_bytes(self.model)
         return int(room / (2 * page_values(self.model, block_size)))

@@ -146,8 +146,8 @@ def test_the_warps_of_a_block():
 @pytest.mark.compiler
 @pytest.mark.parametrize("chip", [80, 89, 90, 100])
 def test_it_compiles(chip):
-    """From an A100 on. Nothing is spilled but for a B200, codes come 16 bytes at once, no code is converted by a
-    conversion instruction, and 28 warps fit on an SM.
+    """From an A100 on. Nothing is spilled but for a B200, codes come 16 bytes at once, no code
+    is converted by a conversion instruction, and 28 warps fit on an SM.
     """
     (report,) = check_cuda(SOURCE.read_text(encoding="utf-8"), [chip], SOURCE.name)
     if (report.error or "").startswith("not run"):

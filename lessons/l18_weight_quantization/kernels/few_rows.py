@@ -70,7 +70,7 @@ def why_not_on(device: torch.device) -> str | None:
     x = torch.ones(1, inputs, dtype=torch.float16, device=device)
     try:
         found = w4a16_tensor_cores(x, to_fragments(weight))
-    except (RuntimeError, ValueError) as error:  # CompileError is a RuntimeError
+    except Exception as error:  # whatever it is: a model needs no such kernel
         return str(error)
     expected = dequantize_matmul(x.float(), weight)
     if not torch.allclose(found.float(), expected, rtol=1e-2, atol=0.05):

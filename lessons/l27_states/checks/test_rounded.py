@@ -1,5 +1,5 @@
-"""States of 16 bits in slots: kernels and stand-ins read them, compute in float32 and round what they
-store once.
+"""States of 16 bits in slots: kernels and stand-ins read them, compute in float32 and round what
+they store once.
 """
 
 from unittest import mock

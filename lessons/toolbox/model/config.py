@@ -28,9 +28,9 @@ class ModelConfig:
     """A decoder-only transformer: Llama 2/3, Qwen2/2.5, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2/3;
     Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 1/2, Phi and Gemma 1,
     which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
-    which has `moe` and `attention_sinks`; DeepSeek-V2, V3 and V3.2 and Kimi-K2, which have `mla` and
-    `moe`; Qwen3-Next, which has `moe` and `state`, and LFM2, which has `state`; Granite 4, Bamba
-    and Nemotron-H, which have `state` with Mamba-2 layers, and some of them `moe`.
+    which has `moe` and `attention_sinks`; DeepSeek-V2, V3 and V3.2 and Kimi-K2, which have `mla`
+    and `moe`; Qwen3-Next, which has `moe` and `state`, and LFM2, which has `state`; Granite 4,
+    Bamba and Nemotron-H, which have `state` with Mamba-2 layers, and some of them `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.

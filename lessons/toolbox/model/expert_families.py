@@ -88,8 +88,8 @@ def deepseek_v32(config) -> dict[str, Any]:
     kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
     if list(config.mlp_layer_types) != kinds:
         raise ValueError(
-            f"'mlp_layer_types' must be sparse after the first {dense} (first_k_dense_replace), not "
-            f"{shown(config.mlp_layer_types)}"
+            f"'mlp_layer_types' must be sparse after the first {dense} (first_k_dense_replace), "
+            f"not {shown(config.mlp_layer_types)}"
         )
     own = _deepseek(
         config, "n_group topk_group", True, scoring_func="sigmoid", topk_method="noaux_tc"

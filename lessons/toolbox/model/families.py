@@ -25,8 +25,9 @@ class Family(NamedTuple):
     coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
     stand behind the last one, which predict tokens further ahead. left_out: a part of
     the names of tensors that are not read: of such layers, where they are no layers, or of an
-    indexer. may_be_zero: keys at which 0 says that there is none. eps: the key of what is added to a variance. reworded: from a file's content,
-    one name for each key, the same under the keys that `needs` and `reads` have.
+    indexer. may_be_zero: keys at which 0 says that there is none. eps: the key of what is added to
+    a variance. reworded: from a file's content, one name for each key, the same
+    under the keys that `needs` and `reads` have.
     """
 
     fields: Callable[[Any], dict[str, Any]]

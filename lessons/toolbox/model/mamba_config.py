@@ -120,8 +120,8 @@ def bamba(config) -> dict[str, Any]:
     half = config.hidden_size // config.num_attention_heads // 2
     if share != 0.5 or turning not in (None, half):
         raise ValueError(
-            f"half of a head must turn, 'attn_rotary_emb' be {half} or absent, not {shown(turning)}, "
-            f"and 'partial_rotary_factor' 0.5, not {shown(share)}"
+            f"half of a head must turn, 'attn_rotary_emb' be {half} or absent, not "
+            f"{shown(turning)}, and 'partial_rotary_factor' 0.5, not {shown(share)}"
         )
     state = mamba_of(config, tuple(config.layers_block_type))
     own = dict(state=state, partial_rotary_factor=share, mlp_bias=config.mlp_bias)

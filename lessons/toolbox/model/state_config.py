@@ -16,8 +16,8 @@ SIZES = """linear_num_key_heads linear_num_value_heads linear_key_head_dim linea
 class Kinds:
     """Which layers keep a state, and which keep K and V. Raises ValueError.
 
-    layer_types: of each layer KEEPS, which a subclass names, "full_attention", or one of OTHERS, that
-    mix no tokens.
+    layer_types: of each layer KEEPS, which a subclass names, "full_attention", or one of OTHERS,
+    that mix no tokens.
     """
 
     KEEPS: ClassVar[str] = HAS_STATE

@@ -1,13 +1,14 @@
 """After a rejected draft: the state of the last token that stays.
 
-K and V of a rejected token are written over by the next one. A state has the token in it. Three ways
-to have the right state after a step of K drafted tokens, S bytes a state:
+K and V of a rejected token are written over by the next one. A state has the token in it. Three
+ways to have the right state after a step of K drafted tokens, S bytes a state:
 
     a state at each token   K + 2 slots a sequence      reads S, writes (K + 1) S
     copy, run again         2 slots                     copy 2 S, step 2 S; the tokens that stay run
                                                         through the whole model again
-    copy, repeat the rule   2 slots, and what the       copy 2 S, step 2 S, after a rejection 2 S for
-                            layers were given           the tokens that stay, in the state layers alone
+    copy, repeat the rule   2 slots, and what the       copy 2 S, step 2 S, after a rejection
+                            layers were given           2 S for the tokens that stay, in the state
+                                                        layers alone
 
 This is the third. What a state layer was given for a token, q, k, v and two numbers a head, is kept
 for one step: 16 KB of a layer of Qwen3-Next, whose state has 2.1 MB. Where no token is rejected

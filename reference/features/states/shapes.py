@@ -160,7 +160,8 @@ CONTEXT, GPUS = 32768, 2
 def requests_at_once() -> str:
     """How many requests of CONTEXT tokens fit on GPUS H200, in Markdown. Counted from shapes."""
     lines = [
-        "| model | state of a request | its K and V | requests at once | FLOPs of a token, states |",
+        "| model | state of a request | its K and V | requests at once "
+        "| FLOPs of a token, states |",
         "|---|---|---|---|---|",
     ]
     for shape in (*HYBRIDS, *BESIDE):

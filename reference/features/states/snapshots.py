@@ -16,8 +16,8 @@ Which are taken. One is as large as K and V of thousands of tokens, so not one a
    prompts have begun alike then, and a third one may. That costs one step more, once.
 2. A prompt that a step's budget cuts is cut at a block's end.
 3. Wherever a step ends at a block's end the state is copied, at no step more. It takes the place of
-   the sequence's last snapshot, unless that is where prompts part or has served another, if it is so
-   near that K and V between the two have fewer bytes than it (`worth_tokens`). So a conversation
+   the sequence's last snapshot, unless that is where prompts part or has served another, if it is
+   so near that K and V between the two have fewer bytes than it (`worth_tokens`). So a conversation
    keeps its newest state, and the snapshots of a long prompt take no more memory than its K and V.
 
 Sources: SGLang's MambaRadixCache (snapshots where prompts part, an order of eviction of their own);

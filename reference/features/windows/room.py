@@ -5,11 +5,22 @@ Models in which some layers have a window (gpt-oss, Gemma 2 and 3, Olmo 3, Coher
 Then the engine works as if no layer had a window: nothing is refused, and no memory is saved.
 """
 
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lessons.l03_kv_cache.batch import Batch
+from lessons.l12_paged_kv.runner import step_batch
 from lessons.toolbox.model.config import ModelConfig
-from lessons.toolbox.model.window_groups import WindowGroups, groups_of
+from lessons.toolbox.model.window_groups import WindowGroups, blocks_for, first_page, groups_of
 from reference.engine.engine_args import EngineArgs
-from reference.features.windows.blocks import GroupBlocks
+from reference.features.windows.blocks import GONE, GroupBlocks, GroupTable
 from reference.features.windows.caching import CachingGroupBlocks
+from reference.features.windows.pool import batch_in_groups
+
+if TYPE_CHECKING:
+    from reference.engine.model_runner import ModelRunner
 
 TRAVEL = "a block that travels holds all layers"
 
@@ -42,6 +53,18 @@ def groups_for(args: EngineArgs, config: ModelConfig, max_model_len: int) -> Win
     if one_group_because(args, config, max_model_len) is not None:
         return None
     return groups_of(config.sliding_windows)
+
+
+def at_the_end(runner: ModelRunner, chunks: list[tuple[list[int], int]], tokens: int) -> Batch:
+    """The batch of a step that is only measured, as is the memory of its cache: each sequence has
+    so many tokens in the end, and all groups of all sequences own the same pages.
+    """
+    size, tables = runner.pool.block_size, []
+    for _, held in chunks:
+        gone = [first_page(window, held, size) for window in runner.groups.windows]
+        pages = blocks_for(tokens, size)
+        tables.append(GroupTable([GONE] * first + [*range(pages - first)] for first in gone))
+    return batch_in_groups(partial(step_batch, runner.pool), chunks, tables, size)
 
 
 def group_blocks(args: EngineArgs, groups: WindowGroups, num_blocks: int) -> GroupBlocks:

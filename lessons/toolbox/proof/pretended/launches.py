@@ -187,7 +187,7 @@ def gluon(self, *args, grid, warmup, **kwargs):
         raise LAUNCHES.leave_out(f"{name}: Gluon is not interpreted")
 
 
-def cuda_cpp(self, grid, block, arguments: tuple) -> None:
+def cuda_cpp(self, grid, block, shared_bytes: int = 0, *, arguments: tuple) -> None:
     """CudaKernel.launch: arguments and grid are checked, and nothing runs."""
     common_device(self.name, arguments)
     packed(self.name, arguments)
