@@ -389,7 +389,8 @@ def unseen(features, outputs: list) -> set[str]:
     drafted = sum(each.drafted for each in counts if each is not None)
     traces = dict.fromkeys(set(METHODS) - set(WITHOUT_MODEL), drafted)
     preempted = sum(out.metrics.preemptions for out in outputs)
-    traces |= dict(recompute=preempted, swap=preempted)
+    if "offloading" not in features:  # a thread copies then, and how fast decides who waits
+        traces |= dict(recompute=preempted, swap=preempted)
     if not {"states", "pictures"} <= set(features):  # no three prompts begin alike then
         traces |= {"prefix cache": sum(out.num_cached_tokens for out in outputs)}
     return {name for name in features if not traces.get(name, 1)}
