@@ -9,22 +9,25 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Llama4TextConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l06_mla.moe import MoE
 from lessons.l06_mla.variants import llama4
+from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l20_parallelism.lab.testing import links_of
 from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.processes.mesh import Mesh
 from lessons.l20_parallelism.shards.loading import load_sharded
+from lessons.l23_experts.grouped import grouped
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.config_parts import MoEConfig
 from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
+from reference.engine.packed import packed
 from reference.features.states.generate import whole_sequence
 from reference.ladder.rungs import rungs_of
 from tests.random_families import (
@@ -36,6 +39,7 @@ from tests.random_families import (
     random_shape,
     saved_and_loaded,
 )
+from tests.test_deepseek import PLAIN
 from tests.test_more_families import refusal
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -47,7 +51,8 @@ def telling_config(**changes) -> Llama4TextConfig:
     """
     parts = dict(no_rope_layers=[1, 0, 1], interleave_moe_layer_step=2, num_local_experts=5)
     parts |= dict(num_experts_per_tok=2, intermediate_size_mlp=50, head_dim=16)
-    parts |= dict(attention_chunk_size=80, floor_scale=90)
+    parts |= dict(attention_chunk_size=80, floor_scale=90, attn_scale=5.0)
+    parts |= dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
     shape = random_shape(num_hidden_layers=3, rms_norm_eps=1e-3)
     return Llama4TextConfig(**shape | parts | changes)
 
@@ -104,6 +109,37 @@ def test_the_engine_generates_the_likeliest_tokens_of_transformers(tmp_path):
         for _ in range(NEW_TOKENS):
             tokens.append(int(logits_of(theirs, torch.tensor(tokens))[-1].argmax()))
         assert answer == tokens[len(prompt) :]
+
+
+def test_a_fused_and_packed_model_computes_the_same(tmp_path):
+    """As the engine runs it on a GPU, and on a CPU. Its experts stay a loop, because the kernels
+    weigh outputs.
+    """
+    _, ours = saved_and_loaded(telling_config(), tmp_path)
+    tokens = torch.tensor(prompts_of(ours, lengths=(20,))[0])
+    with torch.inference_mode():
+        expected = ours(tokens, whole_sequence(ours, 20)).float()
+        model = load_decoder(tmp_path)
+        for twin in (grouped(fused(model)), packed(fused(model))):
+            assert any(isinstance(part, llama4.InputWeighedMoE) for part in twin.modules())
+            got = twin(tokens, whole_sequence(twin, 20))
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_16_bits_lose_no_more_than_in_transformers(tmp_path):
+    """Both in bfloat16, against float64: the mean error is at most twice theirs."""
+    theirs, ours = saved_and_loaded(telling_config(), tmp_path)
+    tokens = torch.tensor(prompts_of(ours, lengths=(40,))[0])
+    expected, errors = logits_of(theirs, tokens), []
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **PLAIN).eval()
+    model = load_decoder(tmp_path, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for logits in (
+            model.logits(model(tokens, whole_sequence(model, 40))),
+            narrow(tokens[None]).logits[0],
+        ):
+            errors.append((logits.double() - expected).abs().mean())
+    assert errors[0] <= 2 * errors[1] and errors[1] < 0.3 * expected.std()
 
 
 # ---------------------------------------------------------------- where a context ends
@@ -220,7 +256,7 @@ def test_the_decoder_of_a_model_with_eyes_is_read(tmp_path):
 
 def test_strips_of_experts_add_up(tmp_path):
     """Of two ranks, cut out of the file or out of the model."""
-    sizes = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=60, intermediate_size=12)
+    sizes = dict(vocab_size=60, intermediate_size=12)
     _, ours = saved_and_loaded(telling_config(**sizes), tmp_path)
     x = torch.randn(7, ours.config.hidden_size).double()
     expected = ours.layers[1].mlp(x)
