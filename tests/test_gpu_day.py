@@ -107,8 +107,8 @@ LONGER = {"int4_decode_bf16_3x64_paged_16": 2.0}
 # They spill with one version alone, these bytes at most.
 SPILLS = {"paged_mla_fp32_16_sm90": 60, "paged_mla_bf16_128_sm90": 36}
 SPILLS |= {"tree_fp32_4x128_26": 16, "e4m3_row_bf16_32x64": 24, "sparse_mla_bf16_128": 24}
-# What 3.6 cannot compile: MXFP4 experts in tiles of 64 rows, in a pass of its own.
-REFUSED = ["mxfp4_down_m64", "mxfp4_gate_up_m64"]
+# What 3.6 cannot compile.
+REFUSED = []
 
 
 def test_both_tritons_make_nearly_the_same_code():

@@ -271,7 +271,7 @@ BUGS = {
     ),
     "columns of the first program": ("DIM + column[None, :]", "DIM + column[None, :] % 32"),
     "padding is written": (
-        "tl.store(state_ptr, state, mask=inside & is_used)",
+        "tl.store(state_ptr, state.to(states_ptr.dtype.element_ty), mask=inside & is_used)",
         "tl.store(state_ptr + (slot < 0) * stride_slot, state, mask=inside)",
     ),
 }  # fmt: skip
