@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-FAMILIES = ("qwen3_next", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
+FAMILIES = ("qwen3_next", "lfm2", "granitemoehybrid", "bamba", "nemotron_h", "llama4_text")
 FLOAT = Tensor.float
 
 
@@ -27,6 +27,18 @@ class WideTorch:
 
     def __getattr__(self, name: str):
         return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+class TorchOfAngles:
+    """The module torch, whose `polar` rounds cosines and sines as `cos` and `sin` do."""
+
+    def __getattr__(self, name: str):
+        return by_parts if name == "polar" else getattr(torch, name)
+
+
+def by_parts(size: Tensor, angle: Tensor) -> Tensor:
+    """torch.polar: two tensors of one shape -> complex of the same."""
+    return torch.complex(size * angle.cos(), size * angle.sin())
 
 
 def modeling_of(model: PreTrainedModel) -> ModuleType:
@@ -56,7 +68,7 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
     turn = rotary.forward
 
     def in_float32(*args, **named):
-        with patch.object(Tensor, "float", FLOAT), patch.object(modeling, "torch", torch):
+        with patch.object(Tensor, "float", FLOAT), patch.object(modeling, "torch", TorchOfAngles()):
             return turn(*args, **named)
 
     rotary.forward = in_float32

@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Llama4TextConfig,
     MixtralConfig,
     NemotronHConfig,
     Phi3Config,
@@ -36,6 +37,7 @@ from tests.test_families import theirs_of
 
 TOLERANCE = 2e-4  # of the logits' spread, float32
 EXACT = 1e-8  # in float64
+ROTATED_FIRST = 1e-5  # so, too
 LENGTHS = (1, 7, 33, 65)
 NEW_TOKENS = 3
 
@@ -268,6 +270,32 @@ def gpt_oss(chosen: int | None = None) -> GptOssConfig:
     )
 
 
+def llama4_text(chosen: int | None = None) -> Llama4TextConfig:
+    """Of a context in which chunks and temperatures do nothing."""
+    experts, chosen = random_experts(chosen)
+    shape = random_shape()
+    layers = shape["num_hidden_layers"]
+    if random.random() < 0.4:
+        # as published: a blend of no width, so that both sides round alike
+        band = dict(low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=16)
+        shape["rope_parameters"] |= dict(rope_type="llama3", factor=8.0, **band)
+    return Llama4TextConfig(
+        **shape,
+        head_dim=2 * random.randint(3, 9),
+        intermediate_size_mlp=random.randint(17, 70),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        interleave_moe_layer_step=random.choice([1, 1, 2]),
+        use_qk_norm=random.random() < 0.7,
+        no_rope_layers=random.choice([None, random.choices([0, 1], k=layers)]),
+        no_rope_layer_interval=random.choice([1, 2, 3, 4]),
+        attention_chunk_size=random.choice([80, 8192]),
+        attn_temperature_tuning=random.random() < 0.7,
+        floor_scale=random.choice([100, 8192]),
+        attention_bias=random.random() < 0.3,
+    )
+
+
 def gemma2() -> Gemma2Config:
     kinds = ["sliding_attention", "full_attention"]
     shape = random_shape()
@@ -313,6 +341,7 @@ FAMILIES = {
     "nemotron_h": nemotron_h,
     "phi3": phi3,
     "gpt_oss": gpt_oss,
+    "llama4_text": llama4_text,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
 }
@@ -367,11 +396,15 @@ def check_logits(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]
         with torch.inference_mode():
             got = ours.logits(ours(tokens, whole_sequence(ours, len(tokens))))
         assert 0.1 < expected.std() < 30, "the model under test must say something"
-        torch.testing.assert_close(got, expected, atol=allowed(expected), rtol=0)
+        torch.testing.assert_close(got, expected, atol=allowed(expected, theirs), rtol=0)
 
 
-def allowed(expected: Tensor) -> float:
-    share = EXACT if expected.dtype == torch.float64 else TOLERANCE
+def allowed(expected: Tensor, theirs: PreTrainedModel) -> float:
+    """Llama 4 norms after a rotation, and ours before it, which is the same only up to rounding:
+    cosines and sines of 32 bits change a length a little.
+    """
+    exact = ROTATED_FIRST if theirs.config.model_type == "llama4_text" else EXACT
+    share = exact if expected.dtype == torch.float64 else TOLERANCE
     return share * float(expected.std())
 
 
@@ -403,5 +436,5 @@ def check_rungs(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]]
             expected = logits_of(theirs, torch.tensor(prompt + answer[:-1]))
             for row in expected[len(prompt) - 1 :]:
                 nearest = (rows - row).abs().amax(-1).min()
-                assert nearest <= allowed(expected), f"{step.lesson} {step.name}: {nearest}"
+                assert nearest <= allowed(expected, theirs), f"{step.lesson} {step.name}: {nearest}"
     patch.undo()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lessons.l06_mla import lfm2
 from lessons.l06_mla.deepseek import load_decoder
+from lessons.l06_mla.variants import lfm2
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config_json import CheckpointError
 from reference.features.states import generate as rungs

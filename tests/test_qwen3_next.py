@@ -20,8 +20,9 @@ from lessons.l02_naive_attention.naive import whole_sequence as lesson_2_sequenc
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.naive import ConcatCache
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
-from lessons.l06_mla import moe, qwen3_next
+from lessons.l06_mla import moe
 from lessons.l06_mla.deepseek import load_decoder
+from lessons.l06_mla.variants import qwen3_next
 from lessons.l11_cuda_graphs.optimized import can_be_captured
 from lessons.l12_paged_kv.runner import PagedRunner
 from lessons.l15_chunked_prefill.generate import generate as lesson_15

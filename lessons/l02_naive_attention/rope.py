@@ -144,7 +144,8 @@ def _kept_share(inv_freq: Tensor, theta: float, dim: int, scaling: RopeScaling) 
     if scaling.rope_type == "llama3":
         # A blend over the number of turns that a pair makes within the original context.
         turns = context * inv_freq / (2 * math.pi)
-        band = scaling.high_freq_factor - scaling.low_freq_factor
+        # 1e-9, because Llama 4's band has no width
+        band = scaling.high_freq_factor - scaling.low_freq_factor or 1e-9
         return ((turns - scaling.low_freq_factor) / band).clamp(0, 1)
     # "yarn": a blend over the pair's index, between the indices at which a pair makes beta_fast
     # and beta_slow turns.

@@ -31,12 +31,13 @@ from lessons.l02_naive_attention.variants.olmo import OlmoDecoder
 from lessons.l02_naive_attention.variants.parallel import CohereDecoder, PhiDecoder
 from lessons.l02_naive_attention.variants.starcoder2 import Starcoder2Decoder
 from lessons.l06_mla.gpt_oss import GptOssDecoder
-from lessons.l06_mla.lfm2 import Lfm2Decoder
 from lessons.l06_mla.mamba.bamba import BambaDecoder
 from lessons.l06_mla.mamba.granite_hybrid import GraniteHybridDecoder
 from lessons.l06_mla.mamba.nemotron_h import NemotronHDecoder
 from lessons.l06_mla.moe import MoE, MoEDecoder
-from lessons.l06_mla.qwen3_next import Qwen3NextDecoder
+from lessons.l06_mla.variants.lfm2 import Lfm2Decoder
+from lessons.l06_mla.variants.llama4 import Llama4Decoder
+from lessons.l06_mla.variants.qwen3_next import Qwen3NextDecoder
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.mamba_config import MambaConfig
@@ -221,6 +222,7 @@ OF_VARIANT = {
     "cohere": CohereDecoder,
     "gemma": GemmaDecoder,
     "glm4": Glm4Decoder,
+    "llama4": Llama4Decoder,
     "nemotron_h": NemotronHDecoder,
     "olmo": OlmoDecoder,
     "phi": PhiDecoder,

@@ -42,8 +42,8 @@ from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.model.placement import read_device, read_dtype
 from lessons.toolbox.model.places import (
     Place,
+    of_the_decoder,
     places_of,
-    predicts_further,
     stored_name,
     turning_last,
 )
@@ -78,7 +78,7 @@ def load_quantized(
     layouts = layouts_of(name_or_path, config)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     stored = catalog(folder, STORED_DTYPES + CODE_DTYPES)
-    stored = {key: entry for key, entry in stored.items() if not predicts_further(key, config)}
+    stored = of_the_decoder(stored, config)
     check_room(folder, len(stored), config)
     with torch.device("meta"):  # no memory until the weights arrive
         model = decoder_class(config)(config)

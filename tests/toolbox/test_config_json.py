@@ -105,7 +105,7 @@ def test_needed_key_is_named(key, tmp_path):
         (
             dict(
                 rope_scaling=dict(
-                    rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0
+                    rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=3.0
                 )
             ),
             "high_freq_factor",

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from lessons.toolbox.model.arguments import check_whole, is_whole, refuse
 from lessons.toolbox.model.config import ModelConfig
+from lessons.toolbox.model.places import OF_ONE_EXPERT
 
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 # cut by rows, so that a rank has whole heads, or some of an MLP's inner values with their biases
@@ -50,6 +51,8 @@ def local_config(
         moe = replace(moe, **{name: _share(name, getattr(moe, name), size)})
     if moe is not None and config.mlp_bias:
         refuse("mlp_bias", True, "False in a model with experts, because no family has both")
+    if expert_parallel and config.variant == "llama4":
+        refuse("expert_parallel", True, "False where the input of an expert is weighed")
     if moe is not None and expert_parallel:
         _share("n_routed_experts", moe.n_routed_experts, size)
         if moe.n_shared_experts:  # they stay cut by their width
@@ -158,7 +161,7 @@ def slices_of(
         if config.moe.are_stacked:
             own = experts_of(shape[0], rank, size)
             kept[0] = slice(own.start, own.stop)
-    elif is_routed and config.moe.are_stacked:
+    elif is_routed and config.moe.are_stacked and not OF_ONE_EXPERT.search(name):
         if part in STACKED:
             kept[STACKED[part]] = _equal_slice(shape[STACKED[part]], rank, size)
     elif part in HEADS or part in INNER:

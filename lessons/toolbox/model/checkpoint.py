@@ -21,7 +21,7 @@ from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.config_json import CheckpointError, read_config
 from lessons.toolbox.model.placement import read_device, read_dtype
-from lessons.toolbox.model.places import Place, places_of, predicts_further, turning_last
+from lessons.toolbox.model.places import Place, of_the_decoder, places_of, turning_last
 from lessons.toolbox.model.stored import Stored, catalog, open_file
 
 EMBEDDED_MODELS = ("models/tiny", "models/tiny-draft")
@@ -189,13 +189,10 @@ def read_tensors(
     parts: the tensors to read, and what of each, one slice a dimension (lesson 20); None: all of
     all. What a slice leaves out is not read. Raises CheckpointError.
     """
-    tied = model.config.tie_word_embeddings
+    tied, stored = model.config.tie_word_embeddings, of_the_decoder(stored, model.config)
     if tied and "embed_tokens.weight" not in stored and "lm_head.weight" in stored:
         # of two tensors that share memory a writer keeps one
         stored["embed_tokens.weight"] = stored.pop("lm_head.weight")
-    stored = {
-        key: entry for key, entry in stored.items() if not predicts_further(key, model.config)
-    }
     places = {name: place for name, place in places_of(model).items() if name not in given}
     _check(stored, places, tied, folder)
     if parts is not None:
@@ -233,10 +230,13 @@ def _cut(tensors, name: str, place: Place, part: tuple[slice, ...] | None) -> Te
         return tensors.get_tensor(name)[place.first : place.first + place.shape[0]]
     stored, first, which = tensors.get_slice(name), place.first, ()
     if place.stack:
-        matrix, first = divmod(first, stored.get_shape()[1])
+        matrix, first = divmod(first, stored.get_shape()[2 if place.from_right else 1])
         which = (matrix,)
-    rows, *columns = part or (slice(0, place.shape[0]),)
-    return stored[(*which, slice(first + rows.start, first + rows.stop), *columns)]
+    rows, *columns = part or tuple(slice(0, size) for size in place.shape)
+    rows = slice(first + rows.start, first + rows.stop)
+    if place.from_right:
+        return stored[(*which, *columns, rows)].T.contiguous()
+    return stored[(*which, rows, *columns)]
 
 
 def _check(stored: dict[str, Stored], places: dict[str, Place], tied: bool, folder: Path) -> None:

@@ -19,8 +19,8 @@ SIZES = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_
 FLAGS = "tie_word_embeddings qkv_bias o_bias mlp_bias qk_norm norms_after attention_sinks"
 GEMMA_NUMBERS = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_local_base_freq"""
-# who else has parts in lesson 2's variants/, or lesson 6's mamba/; "gemma" is Gemma 1
-VARIANTS = ("cohere", "gemma", "glm4", "nemotron_h", "olmo", "phi", "starcoder2")
+# who else has parts in the variants/ of lessons 2 and 6, or in mamba/; "gemma" is Gemma 1
+VARIANTS = ("cohere", "gemma", "glm4", "llama4", "nemotron_h", "olmo", "phi", "starcoder2")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class ModelConfig:
     Granite 3, which has `multipliers`; OLMo 2/3, GLM-4, StarCoder 2, Cohere 1/2, Phi and Gemma 1,
     which have a `variant`; Mixtral, Qwen2- and Qwen3-MoE and GLM-4-MoE, which have `moe`; gpt-oss,
     which has `moe` and `attention_sinks`; DeepSeek-V2, V3 and V3.2 and Kimi-K2, which have `mla`
-    and `moe`; Qwen3-Next, which has `moe` and `state`, and LFM2, which has `state`; Granite 4,
-    Bamba and Nemotron-H, which have `state` with Mamba-2 layers, and some of them `moe`.
+    and `moe`; Llama 4, which has `moe` and a `variant`; Qwen3-Next, which has `moe` and `state`,
+    and LFM2, which has `state`; Granite 4, Bamba and Nemotron-H, which have `state` with Mamba-2
+    layers, and some of them `moe`.
 
     Every field carries the name under which config.json files hold it; `load_config` reads them.
     Raises ValueError for sizes that do not fit together.
@@ -61,7 +62,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None  # Gemma: and so do logits
     # Gemma 3: the layers that have a window rotate by this, and are not stretched
     rope_local_base_freq: float | None = None
-    no_rope_layers: tuple[int, ...] = ()  # SmolLM3: the layers that do not rotate
+    no_rope_layers: tuple[int, ...] = ()  # SmolLM3, Llama 4: the layers that do not rotate
     multipliers: Multipliers | None = None  # Granite: the parts of lesson 2's granite.py
     variant: str | None = None  # one of VARIANTS: whose parts its decoder has
     # per layer: how many keys a query sees, itself included; None: all

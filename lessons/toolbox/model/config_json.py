@@ -12,7 +12,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import one_line, shown
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
-from lessons.toolbox.model.families import FAMILIES, LACKING, Family
+from lessons.toolbox.model.families import FAMILIES, LACKING, Family, of_decoder
 
 # Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
@@ -96,7 +96,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     """Shape of the checkpoint in `folder`, from its config.json; stop tokens also from
     generation_config.json. part: the key under which the decoder's own config stands, if the file
-    describes more than a decoder (a LLaVA's "text_config").
+    describes more than a decoder (a LLaVA's "text_config"; a Llama 4's is found without it).
 
     Raises CheckpointError, one line: malformed JSON, a key that is missing or of the wrong kind
     (named), an architecture, RoPE type or key that the decoders do not have, sizes that do not fit.
@@ -107,8 +107,7 @@ def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     if raw.get("quantization_config") is None and modelopt.exists():
         said = read_json(modelopt).get("quantization") or {}
         raw["quantization_config"] = {"quant_method": "modelopt"} | said
-    if part is not None:
-        raw = raw[part]
+    raw = of_decoder(raw, part)
     eos_token_ids = dict.fromkeys(_eos_token_ids(file, raw))
     generation = folder / "generation_config.json"
     # chat checkpoints often name <|im_end|> or <|eot_id|> in only one of the files

@@ -4,9 +4,14 @@ the others.
 
 from typing import Any
 
-from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config_parts import Multipliers
-from lessons.toolbox.model.families import Family, layer_windows, local_rope, same_windows
+from lessons.toolbox.model.families import (
+    Family,
+    layer_windows,
+    local_rope,
+    same_windows,
+    unrotated_layers,
+)
 
 
 def _olmo2(config) -> dict[str, Any]:
@@ -33,18 +38,13 @@ def _granite(config) -> dict[str, Any]:
 
 
 def _smollm3(config) -> dict[str, Any]:
-    flags, layers = config.no_rope_layers, config.num_hidden_layers  # 1: the layer rotates
-    if len(flags) != layers or not set(flags) <= {0, 1}:
-        raise ValueError(
-            f"'no_rope_layers' must hold 0 or 1 for each of {layers} layers, not {shown(flags)}"
-        )
     windows = layer_windows(config)
     if windows and not config.use_sliding_window:
         raise ValueError(
             "'use_sliding_window' must be true where 'layer_types' has sliding_attention, not false"
         )
     bias = config.attention_bias
-    own = dict(no_rope_layers=tuple(i for i in range(layers) if not flags[i]))
+    own = dict(no_rope_layers=unrotated_layers(config))
     own |= dict(sliding_windows=windows, mlp_bias=config.mlp_bias)
     return own | dict(qkv_bias=bias, o_bias=bias)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.config_parts import MLAConfig, MoEConfig
-from lessons.toolbox.model.families import Family, layer_windows, same_windows
+from lessons.toolbox.model.families import Family, layer_windows, same_windows, unrotated_layers
 
 MLA_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 MOE_SIZES = "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts"
@@ -161,10 +161,48 @@ def sparse_step_dense_layers(config) -> tuple[int, ...]:
     return tuple(i for i in layers if i in mlp_only or (i + 1) % step)
 
 
+def llama4_text(config) -> dict[str, Any]:
+    """Llama 4's text model, in contexts of one chunk: there attention within chunks is attention to
+    all. They are shorter yet where the queries of layers that do not rotate begin to grow.
+    """
+    layers, unrotated = range(config.num_hidden_layers), unrotated_layers(config)
+    chunk = config.attention_chunk_size
+    if chunk is None:
+        raise ValueError("'attention_chunk_size' must be a whole number, not null")
+    kinds = ("chunked_attention", "full_attention")
+    if not set(config.layer_types) <= set(kinds):
+        given = shown(config.layer_types)
+        raise ValueError(f"'layer_types' must list {' or '.join(kinds)}, not {given}")
+    longest = min(config.max_position_embeddings, chunk)
+    if unrotated and config.attn_temperature_tuning:
+        longest = min(longest, config.floor_scale - 1)
+    moe = MoEConfig(
+        n_routed_experts=config.num_local_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        moe_intermediate_size=config.intermediate_size,
+        n_shared_experts=1,
+        scoring_func="sigmoid",
+        are_stacked=True,
+        dense_layers=tuple(i for i in layers if i not in config.moe_layers),
+    )
+    bias = config.attention_bias
+    own = dict(variant="llama4", moe=moe, no_rope_layers=unrotated, qk_norm=config.use_qk_norm)
+    own |= dict(intermediate_size=config.intermediate_size_mlp, max_position_embeddings=longest)
+    return own | dict(qkv_bias=bias, o_bias=bias)
+
+
 # in this order, because the second name is part of the first
 QWEN2_SHARED = {
     "shared_experts.output_gate": "shared_expert_gate.weight",
     "shared_experts": "shared_expert",
+}
+LLAMA4_STORED = {
+    "mlp.gate": "feed_forward.router",
+    "mlp.experts.gate_proj.weight": "feed_forward.experts.gate_up_proj",
+    "mlp.experts.up_proj.weight": "feed_forward.experts.gate_up_proj",
+    "mlp.experts.down_proj.weight": "feed_forward.experts.down_proj",
+    "mlp.shared_experts": "feed_forward.shared_expert",
+    "mlp": "feed_forward",
 }
 EXPERTS = "num_key_value_heads num_experts_per_tok"
 QWEN3_DENSE = "decoder_sparse_step mlp_only_layers"
@@ -243,5 +281,17 @@ FAMILIES = {
         "routed_scaling_factor",
         also_called=dict(num_local_experts="n_routed_experts"),
         predicts_further=True,
+    ),
+    "llama4_text": Family(
+        llama4_text,
+        f"{EXPERTS} head_dim num_local_experts intermediate_size_mlp attention_chunk_size",
+        "attention_bias use_qk_norm interleave_moe_layer_step moe_layers no_rope_layers "
+        "no_rope_layer_interval layer_types attn_temperature_tuning floor_scale attn_scale",
+        rope_types="default llama3",  # yarn's factor would be lost in the norm after it
+        fixed=dict(for_llm_compressor=False),
+        stored_as=LLAMA4_STORED,
+        rope_in_pairs=True,
+        left_out="vision_model. multi_modal_projector.",
+        experts_from_right=True,
     ),
 }

@@ -23,11 +23,12 @@ class Family(NamedTuple):
     decoder: the same part in the checkpoints}. rope_by_layer: whether its rope_parameters hold one
     object for the layers with a window, and one for the others. rope_in_pairs: whether the rotary
     coordinates of a head are stored in pairs (2i, 2i + 1). predicts_further: whether layers may
-    stand behind the last one, which predict tokens further ahead. left_out: a part of
-    the names of tensors that are not read: of such layers, where they are no layers, or of an
-    indexer. may_be_zero: keys at which 0 says that there is none. eps: the key of what is added to
-    a variance. reworded: from a file's content, one name for each key, the same
-    under the keys that `needs` and `reads` have.
+    stand behind the last one, which predict tokens further ahead. left_out: parts of the
+    names of tensors that are not read: of such layers, where they are no layers, of an indexer, or
+    of eyes. may_be_zero: keys at which 0 says that there is none. eps: the key of what is added to
+    a variance. experts_from_right: whether the stacked matrices of experts multiply from the right,
+    [E, in, out]. reworded: from a file's content, one name for each key, the same under the keys
+    that `needs` and `reads` have.
     """
 
     fields: Callable[[Any], dict[str, Any]]
@@ -44,6 +45,7 @@ class Family(NamedTuple):
     left_out: str = ""
     may_be_zero: str = ""
     eps: str = "rms_norm_eps"
+    experts_from_right: bool = False
     reworded: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
@@ -82,6 +84,16 @@ def local_rope(config) -> dict[str, Any]:
         given = shown(rope["rope_type"])
         raise ValueError(f"'rope_parameters.sliding_attention' must be default, not {given}")
     return rope
+
+
+def unrotated_layers(config) -> tuple[int, ...]:
+    """The layers that 'no_rope_layers' marks by 0. Raises ValueError unless it marks each."""
+    flags, layers = config.no_rope_layers, config.num_hidden_layers  # 1: the layer rotates
+    if len(flags) != layers or not set(flags) <= {0, 1}:
+        raise ValueError(
+            f"'no_rope_layers' must hold 0 or 1 for each of {layers} layers, not {shown(flags)}"
+        )
+    return tuple(i for i in range(layers) if not flags[i])
 
 
 # ---------------------------------------------------------------- fields
@@ -179,7 +191,7 @@ HERE = {
 ELSEWHERE = {
     "dense_families": "cohere cohere2 gemma glm glm4 granite olmo2 olmo3 phi smollm3 starcoder2",
     "expert_families": "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 "
-    "kimi_k2 glm4_moe",
+    "kimi_k2 glm4_moe llama4_text",
     "state_families": "qwen3_next lfm2",
     "mamba_families": "granitemoehybrid bamba nemotron_h",
 }
@@ -188,11 +200,27 @@ LACKING = {
     "falcon_h1": "attention and a Mamba-2 side by side in a layer",
     "jamba": "Mamba-1 layers",
     "kimi_linear": "states that fade by a factor for each channel",
-    "llama4_text": "attention within chunks of the context",
     "mamba": "Mamba-1 layers, and none with attention",
     "mamba2": "no layer with attention",
     "zamba2": "one attention layer that many share",
 }
+
+
+# under which key the config.json of a model with eyes describes its decoder
+DECODER_IN = {"llama4": "text_config"}
+
+
+def of_decoder(raw: dict[str, Any], part: str | None) -> dict[str, Any]:
+    """What a config.json says of the decoder: its object `part`, or that of DECODER_IN, in which
+    the quantization is the file's; else all of it.
+    """
+    if part is not None:
+        return raw[part]
+    model_type = raw.get("model_type")
+    inner = raw.get(DECODER_IN.get(model_type)) if isinstance(model_type, str) else None
+    if not isinstance(inner, dict):
+        return raw
+    return dict(quantization_config=raw.get("quantization_config")) | inner
 
 
 class Families(MutableMapping):

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.families import FAMILIES
+from lessons.toolbox.model.stored import Stored
 
 OF_Q_AND_K = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 OF_Q_AND_K += ("q_norm.weight", "k_norm.weight")
+OF_TEXT = "language_model."
 OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -48,29 +50,33 @@ class Place(NamedTuple):
     first: int  # of a stack's rows, one matrix below the other
     shape: list[int]  # of the decoder's tensor
     stack: int = 0  # how many matrices the stored tensor stacks, [E, rows, …]; 0: it is no stack
+    from_right: bool = False  # the stack is [E, columns, rows]
 
     @property
     def stored_shape(self) -> list[int]:
         """Of the stored tensor, told by the last of those that share it."""
         rows = self.first + self.shape[0]
-        stacked = [self.stack, rows // self.stack] if self.stack else [rows]
-        return stacked + self.shape[1:]
+        if not self.stack:
+            return [rows, *self.shape[1:]]
+        matrix = [rows // self.stack, *self.shape[1:]]
+        return [self.stack, *(reversed(matrix) if self.from_right else matrix)]
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
     """Where each tensor of the decoder lies in a checkpoint of its family.
 
     Tensors that share a stored name (Phi-3's q_proj, k_proj and v_proj are its qkv_proj) lie in it
-    one below the other, in the decoder's order. Granite 4's keep the matrices of all experts in
-    two stacks.
+    one below the other, in the decoder's order. Granite 4's and Llama 4's keep the matrices of all
+    experts in two stacks.
     """
     places: dict[str, Place] = {}
+    from_right = FAMILIES[model.config.model_type].experts_from_right
     rows, moe = Counter(), model.config.moe
     for name, tensor in model.state_dict().items():
         key = stored_name(name, model.config)
         is_stacked = moe is not None and moe.are_stacked and OF_ONE_EXPERT.search(name)
         stack = moe.n_routed_experts if is_stacked else 0
-        places[name] = Place(key, rows[key], list(tensor.shape), stack)
+        places[name] = Place(key, rows[key], list(tensor.shape), stack, from_right and stack > 0)
         rows[key] += tensor.shape[0]
     return places
 
@@ -86,14 +92,22 @@ def stored_name(name: str, config: ModelConfig) -> str:
     return key[1:-1]
 
 
+def of_the_decoder(stored: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """The stored tensors that the decoder reads, by their names in it: without those of further
+    layers and of eyes, beside which its own stand under "language_model.".
+    """
+    own = {key: entry for key, entry in stored.items() if not predicts_further(key, config)}
+    return {key.removeprefix(OF_TEXT).removeprefix("model."): own[key] for key in own}
+
+
 def predicts_further(key: str, config: ModelConfig) -> bool:
     """Whether a tensor belongs to a layer behind the last one, which predicts tokens further ahead
-    (DeepSeek-V3, GLM-4.5, Qwen3-Next).
+    (DeepSeek-V3, GLM-4.5, Qwen3-Next), or to another part that is left out.
 
     transformers leaves them out as well (it names layer 61). Other families may have no such layer.
     """
     family = FAMILIES[config.model_type]
-    if family.left_out and f".{family.left_out}" in f".{key}":
+    if any(f".{part}" in f".{key}" for part in family.left_out.split()):
         return True
     part, _, rest = key.partition(".")
     index = rest.partition(".")[0]

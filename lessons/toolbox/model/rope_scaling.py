@@ -21,8 +21,8 @@ class RopeScaling:
     Llama 3.1), "yarn" (a ramp over the coordinates, and q · k grow a little; Qwen, DeepSeek),
     "longrope" (each wavelength times a factor of its own, and q · k grow a little; Phi-3) or "none"
     (nothing turns; some layers of SmolLM3). None of the optional fields: as the published code has
-    it. Raises ValueError for another type, a factor that is not positive, or factors that leave no
-    band to blend.
+    it. Raises ValueError for another type, a factor that is not positive, or factors in the wrong
+    order.
     """
 
     rope_type: str
@@ -66,10 +66,10 @@ class RopeScaling:
         # because the magnitude divides by its logarithm
         if self.rope_type == "longrope" and self.original_max_position_embeddings <= 1:
             refuse("original_max_position_embeddings", 1, "2 or more with longrope")
-        # because the blend divides by their difference
-        if self.high_freq_factor <= self.low_freq_factor:
+        # because the blend runs from one to the other; Llama 4's has no width
+        if self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor "
+                f"high_freq_factor ({self.high_freq_factor}) must not be below low_freq_factor "
                 f"({self.low_freq_factor})"
             )
         # because the ramp runs from the fast pairs to the slow ones; Kimi-K2's has no width

@@ -1,8 +1,8 @@
 """The states of sequences, in slots of one size, and what a layer does with them in a step.
 
 Read `StatePool.attend`: convolve, then do what rules.py says of this kind of layer: cut into q, k
-and v, run the rule. It is what `attend` is for a layer that has a state; lesson 6's qwen3_next.py,
-lfm2.py and mamba/ are the other side of that seam.
+and v, run the rule. It is what `attend` is for a layer that has a state; lesson 6's variants/ and
+mamba/ are the other side of that seam.
 
 Source: that a state has 32 bits whatever the model has: SGLang's documentation of Qwen3-Next,
 --mamba-ssm-dtype.
