@@ -18,6 +18,7 @@ from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from reference.bench import bench_figures, bench_serving, bench_sweep, slides, speed_serving
 from reference.bench.bench_load import BenchRequest, LoadRun, Stream
 from reference.bench.bench_omission import MEANT, SENT, counted_twice
+from reference.bench.deck import Deck
 from reference.bench.own_server import OwnServer, own_server
 from tests.virtual_time import run_virtual
 
@@ -104,8 +105,8 @@ def test_the_sweep_finds_what_the_server_does(monkeypatch, tmp_path):
         assert alt and not texts_outside(figure) and not overlapping_texts(figure), name
     (tmp_path / "serving_load.json").write_text(json.dumps(record, default=str))
     monkeypatch.setattr(bench_figures, "figures_of", lambda data: figures)
-    monkeypatch.setattr(slides, "save_slide", lambda figure, path: None)
-    assert slides.draw_record(tmp_path / "serving_load.json", tmp_path) == 4
+    with Deck(tmp_path) as deck:
+        assert slides.draw_record(tmp_path / "serving_load.json", deck) == 4
 
 
 def test_both_ways_of_counting_are_of_the_same_requests():
