@@ -10,6 +10,7 @@ import pytest
 from lessons.toolbox.exercises import drop_ins
 from lessons.toolbox.exercises.drop_ins import (
     USED,
+    add_methods,
     parts_of_the_engine,
     put_in_place,
     use_implementation,
@@ -100,6 +101,22 @@ def test_every_lesson_has_a_part_and_every_part_a_run():
     """But for lesson 1, whose parts compute and measure, and 7.1, which needs a GPU."""
     assert {entry.lesson for entry in PARTS.values()} >= {f"{n:02}" for n in range(2, 27)}
     assert {*RUNS, "1.1", "1.3", "7.1"} == set(PARTS) and set(PLANTED) == set(RUNS)
+
+
+def test_a_class_gets_what_later_lessons_ask_for():
+    class Lessons:
+        def grow(self):
+            return "the lesson's"
+
+        def cut(self):
+            return self.grow()
+
+    class Yours:
+        def grow(self):
+            return "yours"
+
+    add_methods(Yours, Lessons)
+    assert Yours().cut() == "yours"
 
 
 def test_a_rung_that_fails_names_the_exercise(install):

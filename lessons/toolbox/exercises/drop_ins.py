@@ -79,6 +79,8 @@ def _install(folder: Path, entry: Exercise, is_failing: bool) -> str:
     if got != wanted:
         return f"cannot stand in: it takes ({got}), the lesson calls it with ({wanted})"
     part = blaming(yours, entry.id, folder / entry.file)
+    if inspect.isclass(original) and not entry.through:
+        add_methods(part, original)
     put_in_place(original, named(entry.through)(part, original) if entry.through else part)
     return USED
 
@@ -99,6 +101,15 @@ def arguments_of(entry: Exercise) -> str:
         (made,) = (each for each in node.body if getattr(each, "name", None) == "__init__")
         return ", ".join(each.arg for each in made.args.args[1:])
     raise ExerciseError(f"{entry.file} has no {entry.name}")
+
+
+def add_methods(yours: type, original: type) -> None:
+    """Give a learner's class the methods of the lesson's that it lacks, because later lessons ask
+    for more than the exercise does.
+    """
+    for name, value in vars(original).items():
+        if inspect.isfunction(value) and not hasattr(yours, name):
+            setattr(yours, name, value)
 
 
 def put_in_place(original, part) -> None:
