@@ -399,6 +399,23 @@ def check_logits(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]
         torch.testing.assert_close(got, expected, atol=allowed(expected, theirs), rtol=0)
 
 
+def check_16_bits(theirs: PreTrainedModel, prompt: list[int], folder: Path) -> None:
+    """Both in bfloat16, from the file, against `theirs` in float64: the mean error of our logits is
+    at most twice that of transformers'.
+    """
+    tokens = torch.tensor(prompt)
+    expected, errors = logits_of(theirs, tokens), []
+    narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **PLAIN).eval()
+    model = load_decoder(folder, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for logits in (
+            model.logits(model(tokens, whole_sequence(model, len(tokens)))),
+            narrow(tokens[None]).logits[0],
+        ):
+            errors.append((logits.double() - expected).abs().mean())
+    assert errors[0] <= 2 * errors[1] and errors[1] < 0.3 * expected.std()
+
+
 def allowed(expected: Tensor, theirs: PreTrainedModel) -> float:
     """Llama 4 norms after a rotation, and ours before it, which is the same only up to rounding:
     cosines and sines of 32 bits change a length a little.

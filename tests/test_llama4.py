@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Llama4TextConfig
+from transformers import Llama4TextConfig
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import load_decoder
@@ -33,13 +33,13 @@ from reference.ladder.rungs import rungs_of
 from tests.random_families import (
     NEW_TOKENS,
     allowed,
+    check_16_bits,
     check_logits,
     logits_of,
     prompts_of,
     random_shape,
     saved_and_loaded,
 )
-from tests.test_deepseek import PLAIN
 from tests.test_more_families import refusal
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -127,19 +127,8 @@ def test_a_fused_and_packed_model_computes_the_same(tmp_path):
 
 
 def test_16_bits_lose_no_more_than_in_transformers(tmp_path):
-    """Both in bfloat16, against float64: the mean error is at most twice theirs."""
     theirs, ours = saved_and_loaded(telling_config(), tmp_path)
-    tokens = torch.tensor(prompts_of(ours, lengths=(40,))[0])
-    expected, errors = logits_of(theirs, tokens), []
-    narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **PLAIN).eval()
-    model = load_decoder(tmp_path, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        for logits in (
-            model.logits(model(tokens, whole_sequence(model, 40))),
-            narrow(tokens[None]).logits[0],
-        ):
-            errors.append((logits.double() - expected).abs().mean())
-    assert errors[0] <= 2 * errors[1] and errors[1] < 0.3 * expected.std()
+    check_16_bits(theirs, prompts_of(ours, lengths=(40,))[0], tmp_path)
 
 
 # ---------------------------------------------------------------- where a context ends

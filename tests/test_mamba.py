@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import relu, silu
-from transformers import AutoModelForCausalLM
 
 from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l02_naive_attention.decoder import Decoder
@@ -35,13 +34,12 @@ from reference.features.states.shapes import GRANITE_4_SMALL as SHAPE_SMALL
 from reference.features.states.shapes import NEMOTRON_H_8B as SHAPE_8B
 from tests.random_families import (
     FAMILIES,
+    check_16_bits,
     check_logits,
     check_rungs,
-    logits_of,
     prompts_of,
     saved_and_loaded,
 )
-from tests.test_deepseek import PLAIN
 from tests.test_qwen3_next import in_random_chunks, random_lengths
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -248,19 +246,8 @@ def test_granite_with_attention_alone_is_an_ordinary_model(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("family", BOTH)
 def test_16_bits_lose_no_more_than_in_transformers(family, tmp_path):
-    """Both in bfloat16, against float64: the mean error is at most twice theirs."""
     theirs, ours = saved_and_loaded(telling_config(family), tmp_path)
-    tokens = torch.tensor(prompts_of(ours, lengths=(40,))[0])
-    wanted, errors = logits_of(theirs, tokens), []
-    narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **PLAIN).eval()
-    model = load_decoder(tmp_path, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        for logits in (
-            model.logits(model(tokens, whole_sequence(model, 40))),
-            narrow(tokens[None]).logits[0],
-        ):
-            errors.append((logits.double() - wanted).abs().mean())
-    assert errors[0] <= 2 * errors[1] and errors[1] < 0.3 * wanted.std()
+    check_16_bits(theirs, prompts_of(ours, lengths=(40,))[0], tmp_path)
 
 
 # ---------------------------------------------------------------- configs

@@ -1,5 +1,6 @@
 """Launches tensor_cores.cu: x · Wᵀ for 1 to 16 rows and 4-bit codes in a tensor core's order."""
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +91,7 @@ def shared_bytes(rows: int, warps: Warps) -> int:
     return 2 * warps.splits * rows * (STRETCH + CHUNK) * 2
 
 
+@cache  # because every product of a step asks
 def warps_for(num_outputs: int, size: int, num_sms: int) -> Warps:
     """The warps of a block: the busiest SM shall have as few tiles as it can, in few blocks,
     because each block reads all of x. What is left of 28 warps shares the inputs. Not a function of
