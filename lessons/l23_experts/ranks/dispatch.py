@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l23_experts.ranks.experts import PlacesMoE, SplitTokensMoE, first_pairs
+from lessons.l23_experts.ranks.load import Load
 from lessons.l23_experts.ranks.wire import Float8, Plain, read_message, write_message
 from lessons.toolbox.model.arguments import check_whole
 
@@ -97,6 +98,11 @@ class CountedDispatchMoE(SplitTokensMoE):
         shares = self.experts(rows, weights, numbers)  # weighed and added up, one row for each
         shares = self.group.all_to_all(shares, from_each, to_each)
         return combined(shares, token, to_each, x)
+
+    @property
+    def load(self) -> Load:
+        """Rows that each rank got in the last step, its own included: the same on every rank."""
+        return Load(tuple(map(sum, zip(*self.rows_sent))))
 
     def sends(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Who is sent where: ranks [R] and tokens [R], by rank and then by token, each pair once.
