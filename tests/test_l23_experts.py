@@ -14,6 +14,7 @@ from lessons.l23_experts.align import NOT_USED, align_in_python, most_tiles
 from lessons.l23_experts.lab import traffic, wire_error
 from lessons.l23_experts.lab.benchmark import CPU_CACHE_BYTES, Shape, floor_bytes, layer_bytes
 from lessons.l23_experts.ranks.load import Load, capacity_of, load_of
+from lessons.l23_experts.ranks.placement import place
 from lessons.l23_experts.ranks.traffic import Layer, expected_ranks, slot_bytes, token_bytes
 from lessons.l23_experts.ranks.wire import Float8, Plain
 from lessons.toolbox.measure.hardware import CHIPS
@@ -133,6 +134,12 @@ def test_the_readme_quotes_tiles_and_loads():
     assert "     ".join(
         map(str, ranks.counts)
     ) + f"          the busiest has {ranks.imbalance}" in (README)
+    placement = place(load.counts, 12, 4)
+    copies = "  ".join(str(len(slots)) for slots in placement.slots_of)
+    assert f"copies of each expert    {copies}\n" in README
+    ranks = placement.load_of_ranks(load.counts)
+    pairs = "     ".join(f"{pairs:.0f}" for pairs in ranks.counts)
+    assert f"{pairs}          the busiest has {ranks.imbalance} times the mean" in README
     capacity = capacity_of(8, 2, 8, 1.0)
     assert f"takes {capacity}, so {load.dropped(capacity)} of 16 pairs are dropped" in README
     torch.manual_seed(0)
