@@ -220,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Predict, write if asked, and print."""
     check_whole(batch=given.batch)
     record = record_of()
     if given.write:

@@ -53,6 +53,7 @@ class Line:
         self.worker = ThreadPoolExecutor(max_workers=1)
 
     def now_s(self) -> float:
+        """Seconds since the line was made."""
         return time.perf_counter() - self.began_s
 
     def send(self, half: int, exchange: Callable[..., Tensor], *args) -> Future:
@@ -136,7 +137,8 @@ class TurnGroup(Group):
         under_way = self.line.send(self.number, exchange, *args)
         self.turns.hand_on(self.number)
         self.turns.wait_for(self.number)
-        result = under_way.result()  # the turn is kept while waiting: the order of turns is fixed
+        # the turn is kept while waiting, because the order of turns is fixed
+        result = under_way.result()
         self.since_s = self.line.now_s()
         return result
 

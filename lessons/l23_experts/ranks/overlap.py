@@ -43,6 +43,7 @@ class Part:
     start_s: float = 0.0
 
     def seconds(self, num_tokens: int) -> float:
+        """How long it runs for so many tokens."""
         return self.start_s + max(self.least_s, num_tokens * self.token_s)
 
 
