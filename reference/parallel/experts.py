@@ -11,7 +11,7 @@ An exchange takes all ranks. So does every step, and a replica without work runs
 Source: vLLM, enable_expert_parallel with data_parallel_size.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,21 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.moe import MoE, Router
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
-from lessons.l23_experts.ranks.experts import SplitTokensMoE
+from lessons.l23_experts.ranks.dispatch import (
+    CountedDispatchMoE,
+    FixedSlotsMoE,
+    GatherScatterMoE,
+)
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.checkpoints.any_checkpoint import stored_method
 from reference.engine.engine_args import EngineArgs
 
 # all2all_backend -> a layer of experts over a group, whose ranks may have any number of tokens
-FORMS: dict[str, Callable[[MoE, Group], nn.Module]] = {
-    "allgather_reducescatter": SplitTokensMoE,
-    "deepep_high_throughput": SplitTokensMoE,
-    "deepep_low_latency": SplitTokensMoE,
+FORMS = {
+    "allgather_reducescatter": GatherScatterMoE,
+    "deepep_high_throughput": CountedDispatchMoE,
+    "deepep_low_latency": FixedSlotsMoE,
 }
 
 
@@ -65,7 +69,7 @@ class CountedRouter(nn.Module):
         self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As Router."""
+        """As Router: x: [T, hidden_size] -> ([T, k], [T, k] int64)."""
         weights, chosen = self.router(x)
         pairs = chosen.flatten()
         self.counts.index_add_(0, pairs, torch.ones_like(pairs))
@@ -77,7 +81,7 @@ class SharedExperts(nn.Module):
     FORMS. tensor: the ranks that have the same tokens. index: of the layer.
     """
 
-    waits_for_values = True  # the ranks exchange counts, so no CUDA graph records it
+    waits_for_values = True  # of counts, and of other replicas, so no CUDA graph records it
 
     def __init__(self, form: nn.Module, tensor: Group, index: int):
         super().__init__()
@@ -108,13 +112,15 @@ class SharedExperts(nn.Module):
         return self.form.gate.counts
 
 
-def spread(part: Decoder, links: Links, backend: str) -> None:
+def spread(part: Decoder, links: Links, args: EngineArgs) -> None:
     """Let the layers of experts of a rank's part exchange rows with all ranks of their stage."""
+    kind = FORMS[args.all2all_backend]
+    if kind is FixedSlotsMoE:  # the only one that has to know how many tokens a rank may have
+        kind = partial(kind, max_tokens=-(-args.max_num_batched_tokens // links.tensor.size))
     for index in part.stage_layers:
         layer = part.layers[index]
         if isinstance(layer.mlp, MoE):
-            form = FORMS[backend](layer.mlp, links.experts)
-            layer.mlp = SharedExperts(form, links.tensor, index)
+            layer.mlp = SharedExperts(kind(layer.mlp, links.experts), links.tensor, index)
 
 
 def shared_layers(model: Decoder) -> list[SharedExperts]:

@@ -20,7 +20,7 @@ from lessons.l23_experts.ranks.load import Load
 from reference.engine.engine import Engine
 from reference.engine.request import EngineRequest
 from reference.parallel.replicas import Replica, ReplicatedEngine
-from reference.parallel.runner import end_thread
+from reference.parallel.talk import end_thread
 
 COUNTED_EVERY = 64  # rounds
 

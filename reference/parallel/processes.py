@@ -47,10 +47,10 @@ class Refused(RankError):
 
 class Pipes:
     """Orders to processes at the other ends of pipes, and their replies. One thread at a time may
-    call. first: the rank of the first.
+    call. first: the rank of the first. sent_bytes, heard_bytes: through all pipes so far.
     """
 
-    first = 0
+    first = sent_bytes = heard_bytes = 0
 
     def __init__(self, ranks: list[tuple]):
         self.ranks = ranks
@@ -74,6 +74,7 @@ class Pipes:
         try:
             for pipe in self.pipes:
                 pipe.send_bytes(message)
+                self.sent_bytes += len(message)
         except OSError:
             raise self.cause() from None
 
@@ -82,11 +83,12 @@ class Pipes:
         replies, waiting = [None] * len(self.pipes), dict(zip(self.pipes, range(len(self.pipes))))
         while waiting:
             try:
-                found = {pipe: pickle.loads(pipe.recv_bytes()) for pipe in wait(list(waiting))}
+                found = {pipe: pipe.recv_bytes() for pipe in wait(list(waiting))}
             except (EOFError, OSError):
                 raise self.cause() from None
-            for pipe, (error, value) in found.items():
-                index = waiting.pop(pipe)
+            for pipe, message in found.items():
+                index, (error, value) = waiting.pop(pipe), pickle.loads(message)
+                self.heard_bytes += len(message)
                 if error is not None:
                     raise self.cause(error(self.first + index, value), DEATH_S)
                 replies[index] = value
@@ -127,9 +129,8 @@ class ProcessWorkers(Pipes):
 
     def cause(self, complaint: RankError | None = None, timeout_s: float = 10.0) -> RankError:
         """What to tell: a death rather than the complaints of those that it has left alone."""
-        self.complaint = (
-            self.complaint or complaint
-        )  # for the replicas that hear nothing but an end
+        # kept for other replicas, which hear an end and no more
+        self.complaint = self.complaint or complaint
         self.has_died.wait(timeout_s)
         return self.death or self.complaint or RankError(0, "was ended")
 
@@ -226,7 +227,7 @@ def new_worker(
         torch.cuda.set_device(device)  # not the one of this rank's number: there may be replicas
     links = new_links(mesh, timeout_s)
     if args.shares_experts:
-        links = share_experts(links, timeout_s)
+        links = share_experts(links)
     return Worker(args, links, devices[rank])
 
 

@@ -63,11 +63,18 @@ class Mesh:
             for stage in range(self.pp)
         ]
 
+    def context_groups(self, dcp: int) -> list[list[int]]:
+        """`dcp` neighbours of each tensor group, which hold copies of the same KV head."""
+        groups = []
+        for members in self.tensor_groups():
+            groups += [members[first : first + dcp] for first in range(0, self.tp, dcp)]
+        return groups
+
 
 @dataclass
 class Links:
     """The groups that one rank belongs to. experts: over which whole experts are spread, if the
-    replicas share them; None: over `tensor`.
+    replicas share them; None: over `tensor`. timeout_s: of a collective; None: PyTorch's.
     """
 
     mesh: Mesh
@@ -75,6 +82,7 @@ class Links:
     tensor: Group
     pipeline: Group
     experts: Group | None = None
+    timeout_s: float | None = None
 
     @property
     def is_first_stage(self) -> bool:
@@ -84,10 +92,14 @@ class Links:
     def is_last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
 
+    def new_group(self, groups: list[list[int]]) -> Group:
+        """The one of these groups that has this rank. Every rank of the world has to call it."""
+        return _mine(groups, self.rank, self.timeout_s)
+
 
 def new_links(mesh: Mesh, timeout_s: float | None = None) -> Links:
-    """The groups of this process. Every rank of the world has to call it. timeout_s: of their
-    collectives; None: PyTorch's, because a group does not have that of its world.
+    """The groups of this process. Every rank of the world has to call it. timeout_s: of a
+    collective, which a group does not take from its world.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Links(
@@ -95,14 +107,15 @@ def new_links(mesh: Mesh, timeout_s: float | None = None) -> Links:
         rank,
         tensor=_mine(mesh.tensor_groups(), rank, timeout_s),
         pipeline=_mine(mesh.pipeline_groups(), rank, timeout_s),
+        timeout_s=timeout_s,
     )
 
 
-def share_experts(links: Links, timeout_s: float | None = None) -> Links:
+def share_experts(links: Links) -> Links:
     """The same, with experts spread over the shards of all replicas. Every rank of the world has to
-    call it. timeout_s: as in new_links.
+    call it.
     """
-    return replace(links, experts=_mine(links.mesh.expert_groups(), links.rank, timeout_s))
+    return replace(links, experts=links.new_group(links.mesh.expert_groups()))
 
 
 def _mine(groups: list[list[int]], rank: int, timeout_s: float | None) -> Group:
