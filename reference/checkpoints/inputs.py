@@ -9,19 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lessons.l18_weight_quantization.linear import QuantizedLinear
 from lessons.toolbox.model.arguments import refuse
 from reference.checkpoints.layouts import FLOATS, Parts
 
 KINDS = {"int": "int8", "float": "fp8"}  # compressed-tensors' types, and lesson 19's names
 READS = "num_bits type strategy symmetric dynamic"
 HARMLESS = "observer observer_kwargs actorder scale_dtype zp_dtype group_size block_structure"
-
-
-class RoundedLinear(QuantizedLinear):
-    """A QuantizedLinear whose product rounds its inputs first. It is a class of its own, so that
-    whatever gives layers a faster product of numbers leaves it alone.
-    """
 
 
 class Rounding(NamedTuple):
@@ -87,6 +80,8 @@ def inputs_of(said: dict[str, Any] | None) -> Inputs | None:
             refuse(f"input_activations.{key}", said[key], f"one of the keys {READS}")
     bits, kind = said.get("num_bits", 8), said.get("type") or "int"
     strategy = said.get("strategy") or "tensor"
+    if not isinstance(kind, str):
+        refuse("input_activations.type", kind, "int or float")
     if kind == "float" and (bits == 4 or strategy in ("group", "block")):
         return None
     if bits != 8 or kind not in KINDS:

@@ -50,7 +50,7 @@ from lessons.toolbox.model.places import (
 from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog
 from reference.checkpoints.codes import KEPT_DENSE, Codes
 from reference.checkpoints.float_layouts import is_tiled, mxfp4
-from reference.checkpoints.inputs import RoundedLinear, Rounding
+from reference.checkpoints.inputs import Rounding
 from reference.checkpoints.layouts import Parts
 from reference.checkpoints.quantization_config import Says, StoredAs, read_layouts
 from reference.checkpoints.quantized_experts import QuantizedExperts
@@ -179,10 +179,11 @@ def replace_linears(
                 continue
             weight = layout.read(codes.parts(key, layout.ends), (rows[place.key], place.shape[1]))
             weight = rows_of(weight, place, name, model).to(device)
-            beside, product, kind = codes.parts(key, layout.unread), multiply, QuantizedLinear
-            if said.inputs is not None and rounded is not None and not name.endswith(KEPT_DENSE):
-                rounding, kind = said.inputs.read(beside), RoundedLinear
-                weight, product = rounded(weight, rounding.to(device), multiply)
+            beside, product = codes.parts(key, layout.unread), multiply
+            rounds = not (said.inputs is None or rounded is None or name.endswith(KEPT_DENSE))
+            if rounds:
+                rounding = said.inputs.read(beside).to(device)
+                weight, product = rounded(weight, rounding, multiply)
         except ValueError as error:
             raise CheckpointError(f"{codes.where(key)}: {error}") from error
         if linear.bias is None:
@@ -190,7 +191,7 @@ def replace_linears(
         if name.endswith(KEPT_DENSE):
             given[f"{name}.weight"] = weight.dequantize()
         else:
-            model.set_submodule(name, kind(weight, linear.bias, product))
+            model.set_submodule(name, QuantizedLinear(weight, linear.bias, product, rounds))
     return given
 
 

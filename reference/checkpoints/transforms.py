@@ -93,6 +93,14 @@ def check(found: Config, known: tuple[str, ...], within: str) -> None:
         refuse(within, found, f"an object of {', '.join(known)}")
     if unknown := found.keys() - set(known):
         raise ValueError(f"{within}: got {shown(min(unknown))}; accepted: {', '.join(known)}")
+    for key in ("inverse", "randomize"):
+        if not isinstance(found.get(key) or False, bool):
+            refuse(f"{within}.{key}", found[key], "true or false")
+    for key in ("targets", "ignore"):
+        names = found.get(key) or []
+        names = [names] if isinstance(names, str) else names
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            refuse(f"{within}.{key}", found[key], "a list of names")
     if "location" in known:
         places = (*IN_THE_FILE, *ONLINE, *OF_ATTENTION)
         if found.get("location") not in places:

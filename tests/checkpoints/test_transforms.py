@@ -22,6 +22,8 @@ from lessons.l19_kv_quantization.activations.rotations import (
     RotatedOutput,
     with_rotated_inputs,
 )
+from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
+from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.proof.planted import with_bug
 from reference.checkpoints import transforms
@@ -222,6 +224,26 @@ def test_the_engine_generates_from_it(tmp_path):
     assert tokens(load_model(tmp_path / "out", "cpu")) == tokens(twin)
 
 
+@torch.inference_mode()
+def test_an_adapter_reads_and_writes_what_is_outside_of_a_rotation(tmp_path):
+    """Adapters for every layer of the rotated model give what they give for the unrotated one."""
+    by_library(CONFIGS["llama"], tmp_path, RECIPES["both sides, shuffled"])
+    rotated, plain = load_quantized(tmp_path / "rotated"), load_decoder(tmp_path / "plain")
+    context, tokens, found = AdapterContext(), torch.arange(11), []
+    for model in (rotated, plain):
+        twin = with_adapter_slots(model, context, 1, 2)
+        layers = adapter_layers(twin)
+        torch.manual_seed(3)
+        for layer in layers.values():
+            a, b = torch.randn(2, layer.in_features), torch.randn(layer.out_features, 2)
+            layer.weights.put(0, a / 8, b / 8, 1.0)
+        with context.over(AdapterBatch.of([0] * len(tokens))):
+            found.append((list(layers), logits_of(twin, tokens)))
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 14
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-3)
+    assert float((found[1][1] - logits_of(plain, tokens)).abs().max()) > 0.1
+
+
 # ---------------------------------------------------------------- one rotation
 
 
@@ -327,6 +349,10 @@ def one(kind="hadamard", targets=DOWN, location="input", **more) -> dict:
         (one(head_dim=48), "head_dim: got 48; accepted: a divisor of 128"),
         (one(location="middle"), "location: got 'middle'; accepted: weight_input, weight_output"),
         (one(angle=3), "transform_config.inputs_128: got 'angle'; accepted: type, apply"),
+        (one(targets=[7]), "targets: got .7.; accepted: a list of names"),
+        (one(randomize="no"), "randomize: got 'no'; accepted: true or false"),
+        ({"a": 3}, "transform_config.a: got 3; accepted: an object of type, apply"),
+        ({"a": {"type": "hadamard", "apply": 5}}, "transform_config.a: got 5; accepted: an obj"),
         (one(location="q_attn"), "got q_attn and k_cache that differ; accepted: both alike"),
         (one(targets=LINEAR), r"targets: got 'lm_head'|no tensor inputs_128_input"),
         (one(randomize=True), "inputs_128_input.perm: got None; accepted: a permutation of 128"),

@@ -100,6 +100,7 @@ class RotatedInput(nn.Module):
     def __init__(self, linear: nn.Module, rotate: Callable[[Tensor], Tensor]):
         super().__init__()
         self.linear, self.rotate = linear, rotate
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
         return self.linear(self.rotate(x))
@@ -113,6 +114,7 @@ class RotatedOutput(nn.Module):
     def __init__(self, linear: nn.Module, rotate: Callable[[Tensor], Tensor]):
         super().__init__()
         self.linear, self.rotate = linear, rotate
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
         return self.rotate(self.linear(x))
