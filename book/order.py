@@ -22,6 +22,7 @@ KOREAN_TITLES = {
     "ko/lessons/CHOOSING.md": "엔진 고르기",
     "ko/lessons/TEACHING.md": "가르치는 분께",
     "ko/CONTRIBUTING.md": "기여하기",
+    "ko/notebooks/engine.ipynb": "엔진 지켜보기",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {
@@ -112,8 +113,8 @@ def titled(root: Path, page: str, folder: str | None = None, first: list = ()) -
 
 
 def korean(root: Path) -> list[Chapter]:
-    """The Korean edition in the order of reading, its lessons with the titles of its front page;
-    the table of its terms comes last.
+    """The Korean edition in the order of reading, its lessons with the titles of its front page.
+    Notebooks of no lesson and the table of its terms come last.
     """
     front = root / translations.place_of("README.md")
     titles = dict(KOREAN_TITLES)
@@ -123,6 +124,11 @@ def korean(root: Path) -> list[Chapter]:
     pages = [translations.place_of(source) for source in translations.wanted(root)]
     pages += [page for page in translations.translated(root) if page not in pages]
     there = [page for page in [*pages, *translations.OWN] if (root / page).is_file()]
+    there[-1:-1] = [
+        notebooks.place_of(page)
+        for page in notebooks.pages(root)
+        if not (root / f"lessons/l{PurePosixPath(page).stem}").is_dir()
+    ]
     more = {page for page in there if page.endswith("/MORE.md")}
     return [
         Chapter(page, titles.get(page, ""), korean_below(root, page, more))
