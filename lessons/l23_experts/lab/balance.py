@@ -145,6 +145,13 @@ def rows_of(source: Source, served: Source | None = None) -> dict:
     return found
 
 
+def doubled_of(source: Source) -> dict:
+    """Slots that gain nothing, by how many copies there are."""
+    loads = loads_of(source(STATISTICS))
+    copies = [redundant for redundant in REDUNDANT if redundant]
+    return {str(n): place(loads, EXPERTS + n, RANKS).num_doubled for n in copies}
+
+
 def moves_of(first: Source, second: Source) -> dict:
     """Experts that travel when the placement for one source becomes that for another, and GB of all
     layers if each is an expert of DeepSeek-V3.
@@ -179,6 +186,7 @@ def record_of() -> dict:
             "placed for both, serving lessons": rows_of(both(modules, lessons), lessons),
             "placed for both, serving modules": rows_of(both(modules, lessons), modules),
         },
+        "doubled": {name: doubled_of(source) for name, source in sources.items()},
         "moves": {
             "from modules to lessons": moves_of(modules, lessons),
             "from modules to other modules": moves_of(modules, modules),
@@ -195,6 +203,8 @@ def show(record: dict) -> None:
         for name, row in record[part].items():
             print(f"{name:38}" + "".join(f"{row[column]:16.2f}" for column in columns))
     print()
+    for name, counts in record["doubled"].items():
+        print(f"{name}: of so many copies so many are beside another of the same expert: {counts}")
     for name, ways in record["moves"].items():
         for way, counts in ways.items():
             print(f"{name}, {way}: {counts['experts']} experts, {counts['gb_a_gpu']:.1f} GB a GPU")
