@@ -30,6 +30,7 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.moe import Router
 from lessons.l23_experts.lab import imbalance
 from lessons.l23_experts.ranks.load import load_of
+from lessons.l23_experts.ranks.mending import mended
 from lessons.l23_experts.ranks.placement import (
     Placement,
     by_number,
@@ -49,6 +50,7 @@ RECORD = ROOT / "results" / "counted" / "l23_balance.json"
 EXPERTS, TOP_K, RANKS, NODES, GROUPS = 256, 8, 32, 4, 8  # DeepSeek-V3's prefill: 32 GPUs
 REDUNDANT = (0, 32, 64, 128)
 STATISTICS, STEP = 8192, 4096  # tokens
+MOVES = (0, 4, 8, 16, 32, 64)
 # An expert of DeepSeek-V3 in FP8, and its layers that have experts.
 EXPERT_BYTES, LAYERS = 3 * 7168 * 2048, 58
 LAYER, WINDOW = 3, 512  # of models/tiny
@@ -168,6 +170,18 @@ def moves_of(first: Source, second: Source) -> dict:
     }
 
 
+def mended_of(first: Source, second: Source) -> dict:
+    """A placement for one source that serves another, after few moves by the loads of that."""
+    before = place(loads_of(first(STATISTICS)), EXPERTS + 32, RANKS)
+    loads, step = loads_of(second(STATISTICS)), second(STEP)
+    found = {}
+    for most in MOVES:
+        placement = mended(before, loads, most)
+        counts = {"experts": moved(before, placement), "balance": imbalance_of(step, placement)}
+        found[str(most)] = counts
+    return found
+
+
 def record_of() -> dict:
     """All tables."""
     torch.manual_seed(SEED)
@@ -191,6 +205,7 @@ def record_of() -> dict:
             "from modules to lessons": moves_of(modules, lessons),
             "from modules to other modules": moves_of(modules, modules),
         },
+        "mended": mended_of(modules, lessons),
     }
 
 
@@ -205,6 +220,8 @@ def show(record: dict) -> None:
     print()
     for name, counts in record["doubled"].items():
         print(f"{name}: of so many copies so many are beside another of the same expert: {counts}")
+    for most, row in record["mended"].items():
+        print(f"at most {most} moves, from modules to lessons: {row['balance']:.2f} times the mean")
     for name, ways in record["moves"].items():
         for way, counts in ways.items():
             print(f"{name}, {way}: {counts['experts']} experts, {counts['gb_a_gpu']:.1f} GB a GPU")
