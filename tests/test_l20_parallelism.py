@@ -4,7 +4,7 @@ README quotes what the code says.
 
 import json
 from functools import partial
-from math import log2
+from math import exp, log, log2
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l20_parallelism.lab import cuts, experiments, price
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
+from lessons.l20_parallelism.planner import context as sharing
 from lessons.l20_parallelism.planner.links import (
     LL,
     SIMPLE,
@@ -119,6 +120,20 @@ def test_the_readme_quotes_the_switch():
     assert f"{said}, instead of {1e6 * times[1]:.0f}" in README
     row = row_bytes(LARGE)
     assert min(all_reduce_times(row, 8, with_it))[1] == "one_shot"
+
+
+def test_the_readme_quotes_the_shared_cache():
+    """DeepSeek-V3 on 8 H200s: what a rank stores, what three messages cost, when they pay."""
+    v3, h200 = find_model("deepseek-v3"), machine_of(CHIPS["h200"])
+    shared, copied = (sharing.cache_bytes_per_token(v3, 8, dcp) / 1024 for dcp in (8, 1))
+    assert f"each stores {shared:.1f} KiB of a token instead of {copied:.1f}" in README
+    one, many = (1e3 * sharing.talk_s(v3, h200, 8, 8, batch) for batch in (1, 32))
+    assert f"we predict {one:.2f} ms of a step of one user, and {many:.2f} ms with 32" in README
+    alone, each = (sharing.break_even_context(v3, h200, 8, 8, batch) for batch in (1, 32))
+    said = f"from {round(alone, -3):,.0f} tokens of one user on"
+    assert f"{said}, or from {round(each, -2):,.0f} tokens each of 32" in README
+    shares = [exp(lse) / 3 for lse in (log(2), log(1))]
+    assert 3 * shares[0] + 6 * shares[1] == pytest.approx(4)
 
 
 def test_the_readme_quotes_the_wire():

@@ -118,9 +118,20 @@ def test_what_cannot_be_is_refused():
         assert "\n" not in str(caught.value)
 
 
+def flat(record: dict, path: str = "") -> dict[str, float]:
+    """The numbers of a record, by their path."""
+    found = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{path}{key}.")
+        elif not isinstance(value, str):
+            found[f"{path}{key}"] = value
+    return found
+
+
 def test_the_record_is_what_the_code_predicts(capsys):
     record = json.loads(lab.RECORD.read_text(encoding="utf-8"))
-    assert json.loads(json.dumps(lab.record_of())) == record
+    assert flat(lab.record_of()) == pytest.approx(flat(record))
     lab.show(record)
     text = capsys.readouterr().out
     assert "nothing fits" in text and "PREDICTED" in text
