@@ -22,6 +22,7 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Host, Lender
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine import Engine
+from reference.engine.model_runner import ModelRunner
 from reference.engine.request import EngineRequest, by_priority
 from reference.engine.sampling_params import SamplingParams
 from tests.engine_cases import assert_clean
@@ -107,6 +108,8 @@ class VirtualRunner:
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         self.fail("logits")
         return LOGITS[hidden[rows] % len(LOGITS)].clone()
+
+    scores = ModelRunner.scores
 
     def fail(self, where: str) -> None:
         if self.faults.get(self.steps) == where:

@@ -11,7 +11,8 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Host
 from lessons.l20_parallelism.processes.launch import RankError
 from reference.engine.request import EngineSequence
-from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool, Talk
+from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool
+from reference.parallel.talk import Talk
 from tests.engine_cases import CONFIG
 
 

@@ -14,6 +14,8 @@ from book.stage import REPOSITORY
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l01_roofline.planner.plan import make_plan
 from lessons.toolbox.measure.hardware import lookup
+from reference.trace.film import run as film
+from reference.trace.recorder import read_trace
 from tests.test_trace import CHROMIUM, in_a_browser
 
 PAGES = alone.PAGES
@@ -32,6 +34,9 @@ def test_a_page_loads_what_is_there_and_nothing_else(name):
     text = TEXTS[name]
     loaded = re.findall(r'(?:src|href)="([^"]+)"', text)
     folder = "../../_static/playground/"
+    if name == "trace":
+        assert loaded == [f"{folder}playground.css", f"{folder}trace.html"]
+        return
     data = PYTHON if name in tables.LIVE else [f"{name}_data.js"]
     wanted = ["playground.css", *data, "ui.js", f"{name}.js"]
     assert [one.removeprefix(folder) for one in loaded] == wanted
@@ -44,7 +49,7 @@ def test_a_page_loads_what_is_there_and_nothing_else(name):
 
 
 def test_every_page_has_a_table_and_is_written_alone(tmp_path, capsys):
-    assert set(alone.NAMES) == {*tables.TABLES, *tables.LIVE}
+    assert set(alone.NAMES) == {*tables.TABLES, *tables.LIVE, "trace"}
     alone.main([str(tmp_path)])
     assert "index.html" in capsys.readouterr().out
     index = (tmp_path / "index.html").read_text(encoding="utf-8")
@@ -53,6 +58,12 @@ def test_every_page_has_a_table_and_is_written_alone(tmp_path, capsys):
         text = (tmp_path / f"book/playground/{name}.html").read_text(encoding="utf-8")
         for file in re.findall(r'(?:src|href)="([^"]+)"', text):
             assert (tmp_path / "book/playground" / file).is_file(), file
+
+
+def test_the_trace_is_the_films_run_in_todays_viewer():
+    assert tables.VIEWER.read_text(encoding="utf-8") == tables.trace_page()
+    found = film.without_times(read_trace(tables.TRACE))
+    assert film.written(found) == film.RECORD.read_text(encoding="utf-8")
 
 
 def test_the_front_page_shows_two_of_them():

@@ -169,8 +169,26 @@ def script(name: str) -> str:
     )
 
 
+TRACE, VIEWER = STATIC / "trace.json", STATIC / "trace.html"
+
+
+def record_trace() -> None:
+    """The same run as the film's once more, with its times on this machine."""
+    from reference.trace.film import run as film
+
+    film.run_traced(TRACE)
+
+
+def trace_page() -> str:
+    """The engine's viewer with the recorded trace in it."""
+    from reference.trace.recorder import page
+
+    return page(TRACE)
+
+
 def write() -> None:
     """All tables, into the folder that the book copies."""
+    VIEWER.write_text(trace_page(), encoding="utf-8")
     for name in SCRIPTS:
         path = STATIC / f"{name}_data.js"
         path.write_text(script(name), encoding="utf-8")

@@ -184,6 +184,15 @@ class ModelRunner:
             hidden = hidden[rows]
         return self.model.logits(hidden)
 
+    def scores(self, hidden: Tensor, rows: list[int], tokens: list[int], count: int) -> list:
+        """Log-probabilities (Logprobs) of a token for each of these rows, and of the `count`
+        likeliest. hidden: [T, hidden_size].
+        """
+        from reference.engine.sampler import top_logprobs
+
+        logprobs = self.logits(hidden, rows).float().log_softmax(-1)
+        return top_logprobs(logprobs, tokens, count)
+
     def new_swap(self, blocks: BlockManager, others: Sequence[KVPool] = ()) -> HostSwap:
         """Where K and V of this pool wait on the host. blocks: who owns which of its blocks.
         others: pools whose blocks have the same numbers.

@@ -20,14 +20,16 @@ from lessons.toolbox.model.placement import read_device
 from reference.checkpoints.any_checkpoint import is_gguf, llava_folder
 from reference.checkpoints.gguf.gguf_config import config_of
 from reference.checkpoints.gguf.gguf_file import read_gguf
-from reference.engine.assembly import ahead, engine_on, max_model_len_of, new_runner
+from reference.engine.assembly import engine_on, max_model_len_of, new_runner
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
 from reference.features.composition import refuse_together
 from reference.parallel.processes import ProcessWorkers, Refused
+from reference.parallel.remote_sampler import RemoteSampler
 from reference.parallel.replicas import ReplicatedEngine
-from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Workers
+from reference.parallel.runner import DistributedRunner, RemotePool
+from reference.parallel.talk import Talk, Workers
 
 if TYPE_CHECKING:
     from reference.speculation.protocol import Proposer
@@ -86,7 +88,13 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
         from reference.parallel.adapters import RemoteAdapters  # here: it imports lesson 21
 
         runner.adapters = RemoteAdapters(talk, config, args)
-    return ahead(engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args)), args)
+    engine = engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args))
+    engine.emit = RemoteSampler(runner, engine.speculation)  # in front of its class's
+    if args.async_scheduling:
+        from reference.parallel.ahead import RemoteAhead  # here: it imports lesson 25
+
+        engine.run = RemoteAhead(engine).run
+    return engine
 
 
 def proposer_for(runner: DistributedRunner, tokenizer, args: EngineArgs) -> "Proposer | None":

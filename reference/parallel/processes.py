@@ -47,8 +47,10 @@ class Refused(RankError):
 
 class ProcessWorkers:
     """One process for each rank of a replica. devices: of each rank. One thread at a time may
-    call.
+    call. sent_bytes, heard_bytes: through the pipes of all ranks so far.
     """
+
+    sent_bytes = heard_bytes = 0
 
     def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
         self.stack, self.is_closing = ExitStack(), False
@@ -83,6 +85,7 @@ class ProcessWorkers:
         try:
             for pipe in self.pipes:
                 pipe.send_bytes(message)
+                self.sent_bytes += len(message)
         except OSError:
             raise self.cause() from None
 
@@ -91,11 +94,12 @@ class ProcessWorkers:
         replies, waiting = [None] * len(self.pipes), dict(zip(self.pipes, range(len(self.pipes))))
         while waiting:
             try:
-                found = {pipe: pickle.loads(pipe.recv_bytes()) for pipe in wait(list(waiting))}
+                found = {pipe: pipe.recv_bytes() for pipe in wait(list(waiting))}
             except (EOFError, OSError):
                 raise self.cause() from None
-            for pipe, (error, value) in found.items():
-                rank = waiting.pop(pipe)
+            for pipe, message in found.items():
+                rank, (error, value) = waiting.pop(pipe), pickle.loads(message)
+                self.heard_bytes += len(message)
                 if error is not None:
                     raise self.cause(error(rank, value), DEATH_S)
                 replies[rank] = value

@@ -20,7 +20,8 @@ from lessons.toolbox.model.arguments import check_kind, refuse
 from reference.engine.engine import Engine
 from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest
-from reference.parallel.runner import DistributedRunner, end_thread
+from reference.parallel.runner import DistributedRunner
+from reference.parallel.talk import end_thread
 
 if TYPE_CHECKING:
     from lessons.l21_multi_lora.slots import LoRARequest

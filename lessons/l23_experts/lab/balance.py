@@ -119,6 +119,7 @@ def both(first: Source, second: Source) -> Source:
 
 
 def loads_of(chosen: Tensor) -> tuple[int, ...]:
+    """Pairs of each expert. chosen: [T, k]."""
     return load_of(chosen, EXPERTS).counts
 
 
@@ -210,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Count, write if asked, and print."""
     record = record_of()
     if given.write:
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

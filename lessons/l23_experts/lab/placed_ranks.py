@@ -26,7 +26,7 @@ def case_of(config: str, seed: int, size: int) -> tuple:
 
 @torch.no_grad()
 def run_placed(world: Group, configs: list[str], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each config what this rank computes: of all tokens, and of its own."""
+    """Of each config what this rank computes: [T, SIZE] of all tokens, and of its own."""
     results = []
     for config in configs:
         moe, x, placement = case_of(config, seed, world.size)
