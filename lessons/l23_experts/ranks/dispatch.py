@@ -48,7 +48,7 @@ class GatherScatterMoE(SplitTokensMoE):
     def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """As SplitTokensMoE.routed: [T, H] -> [T, H]."""
         # First how many tokens the longest has, because all must gather equally long tensors.
-        counts = self.group.all_gather(chosen.new_tensor([len(x)]), dim=0)
+        counts = self.group.all_gather(chosen.new_full((1,), len(x)), dim=0)
         height = int(counts.max())
         if not height:
             return torch.zeros_like(x)
