@@ -244,7 +244,9 @@ def test_a_graph_records_slots_and_nothing_that_waits_for_counts(seed, monkeypat
 
 def test_more_tokens_than_slots_are_refused():
     moe = new_moe(CONFIGS["mixtral"], 0, torch.float32)
-    with pytest.raises(ValueError, match="x: got 5 tokens; accepted: at most max_tokens, 4"):
+    with pytest.raises(
+        ValueError, match="tokens of x: got 5; accepted: at most 4, which is max_tokens"
+    ):
         FixedSlotsMoE(moe, Group.alone(), 4)(torch.randn(5, SIZE))
     with pytest.raises(ValueError, match="max_tokens: got 0"):
         FixedSlotsMoE(moe, Group.alone(), 0)
