@@ -82,11 +82,11 @@ def test_written_slots_are_those_of_an_all_to_all(size, seed):
 
 
 BUGS = {
-    "nobody waits for rows": (
+    "no rank waits for rows": (
         "window.full[self.memory.rank] = full[peer]\n        self.memory.barrier()",
         "window.full[self.memory.rank] = full[peer]",
     ),
-    "nobody waits for results": (
+    "no rank waits for results": (
         "= results[sender][is_full]\n        self.memory.barrier()",
         "= results[sender][is_full]",
     ),
@@ -98,12 +98,15 @@ BUGS = {
     "the row of another token": ("packed[pair // top_k]", "packed[pair % len(packed)]"),
     "results of another sender": ("= results[sender][is_full]", "= results[sender - 1][is_full]"),
     "a rank's experts begin at 0": ("first = self.memory.rank * num_own", "first = 0"),
-    "the last slot stays": ("is_full = torch.arange(slots) <", "is_full = 1 + torch.arange(slots) <"),
+    "the last slot stays": (
+        "is_full = torch.arange(slots) <",
+        "is_full = 1 + torch.arange(slots) <",
+    ),
     "the next pair's slot": (
         "return from_bytes(came[chosen.flatten(), slot], x.dtype)",
         "return from_bytes(came[chosen.flatten(), slot.roll(1)], x.dtype)",
     ),
-}  # fmt: skip
+}
 
 
 def test_bugs_are_seen(seed):

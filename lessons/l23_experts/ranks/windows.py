@@ -4,7 +4,7 @@
     layer = WrittenSlotsMoE(moe, group, windows, form=Float8())
 
 Every rank has a window that all others can write (lesson 20's symmetric memory), so a slot has a
-known address: nobody asks the receiver, and nobody sends what is empty. A step is
+known address: a sender asks no receiver first, and sends nothing that is empty. A step is
 
     write rows into the experts' ranks, and how many   →   barrier: all rows are there
     run the experts on the slots that are full
