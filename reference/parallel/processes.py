@@ -46,8 +46,8 @@ class Refused(RankError):
 
 
 class ProcessWorkers:
-    """One process for each rank of a replica. devices: of each rank. One thread at a time may
-    call. sent_bytes, heard_bytes: through the pipes of all ranks so far.
+    """One process for each rank of a replica. devices: of each rank. One thread may give orders
+    while another collects. sent_bytes, heard_bytes: through the pipes of all ranks so far.
     """
 
     sent_bytes = heard_bytes = 0
@@ -67,18 +67,13 @@ class ProcessWorkers:
         self.watcher = threading.Thread(target=self.watch, name="workers", daemon=True)
         self.watcher.start()
 
-    def wait_until_ready(self) -> None:
-        """Until all have loaded their parts. Raises Refused, RankError."""
-        self.collect()
-
     def tell(self, order: bytes) -> None:
         """Send a pickled (method, arguments). Raises RankError if a worker is gone."""
         self.send(pickle.dumps((False, order)))
 
-    def ask(self, order: bytes) -> list:
-        """The same, and what it returned on each rank. Raises Refused, RankError."""
+    def ask(self, order: bytes) -> None:
+        """The same; `collect` returns what it returns on each rank. Raises RankError."""
         self.send(pickle.dumps((True, order)))
-        return self.collect()
 
     def send(self, message: bytes) -> None:
         """The same bytes to all. Raises RankError."""
@@ -90,7 +85,9 @@ class ProcessWorkers:
             raise self.cause() from None
 
     def collect(self) -> list:
-        """A reply of each rank. The first that is a complaint raises."""
+        """The next reply of each rank; the first says that it has loaded. The first that is a
+        complaint raises (Refused, RankError).
+        """
         replies, waiting = [None] * len(self.pipes), dict(zip(self.pipes, range(len(self.pipes))))
         while waiting:
             try:
