@@ -49,6 +49,13 @@ def test_the_lessons_stand_as_the_front_page_has_them():
     assert all(chapter.below[0].page.startswith("notebooks/") for chapter in chapters)
 
 
+def test_a_lesson_leads_to_what_a_reader_can_move(source):
+    for page in (REPOSITORY / "book/playground").glob("*.md"):
+        for lesson in re.findall(r"lessons/l\w+/README.md", page.read_text(encoding="utf-8")):
+            top = (source / lesson).read_text(encoding="utf-8").splitlines()[2]
+            assert top.startswith("*Move it yourself") and f"playground/{page.name})" in top
+
+
 def test_every_link_leads_to_a_file_of_the_book(source):
     count = 0
     for page in pages_of(source):

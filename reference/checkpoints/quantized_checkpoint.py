@@ -10,6 +10,7 @@ tensors (layouts.py). config.json only says how to read them. Nothing is unpickl
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -49,13 +50,20 @@ from lessons.toolbox.model.places import (
 )
 from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog, open_file
 from reference.checkpoints.float_layouts import is_tiled, mxfp4
-from reference.checkpoints.layouts import Layout, Parts
+from reference.checkpoints.inputs import Rounding
+from reference.checkpoints.layouts import Parts
+from reference.checkpoints.quantization_config import Stored as StoredAs
 from reference.checkpoints.quantization_config import read_layouts
 from reference.checkpoints.quantized_experts import QuantizedExperts
 
 if TYPE_CHECKING:
     from lessons.l17_tree_speculation.heads.heads import MTPDraft
 
+# what the quantization_config says of a layer, by its name in the file
+Says = Callable[[str], StoredAs | None]
+# a product of inputs that are rounded first: (matrix, rounding, product of numbers) -> the matrix
+# as it takes it, and itself
+Rounded = Callable[[QuantizedWeight, Rounding, Multiply], tuple[QuantizedWeight, Multiply]]
 # Latent attention multiplies by the rows of this matrix, so it is read as numbers.
 KEPT_DENSE = "kv_b_proj"
 
@@ -65,24 +73,26 @@ def load_quantized(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     multiply: Multiply = dequantize_matmul,
+    rounded: Rounded | None = None,
 ) -> Decoder:
-    """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AWQ, compressed-tensors
-    (FP8, INT8, INT4, NVFP4), ModelOpt (FP8, NVFP4), fine-grained FP8, bitsandbytes (NF4,
-    LLM.int8), gpt-oss in MXFP4.
+    """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AutoRound, AWQ,
+    compressed-tensors (FP8, INT8, INT4, NVFP4), ModelOpt (FP8, NVFP4), fine-grained FP8,
+    bitsandbytes (NF4, LLM.int8), gpt-oss in MXFP4.
 
-    dtype: of what is not quantized. multiply: the product of a quantized layer. Raises
+    dtype: of what is not quantized. multiply: the product of a quantized layer. rounded: that of
+    one whose inputs the checkpoint wants rounded; None keeps them as they are. Raises
     CheckpointError, in one line, for what cannot be read.
     """
     device, dtype = read_device(device), read_dtype(dtype)
     config = load_config(name_or_path)
-    layouts = layouts_of(name_or_path, config)
+    says = says_of(name_or_path, config)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     stored = catalog(folder, STORED_DTYPES + CODE_DTYPES)
     stored = of_the_decoder(stored, config)
     check_room(folder, len(stored), config)
     with torch.device("meta"):  # no memory until the weights arrive
         model = decoder_class(config)(config)
-    fill_quantized(model, folder, stored, layouts, multiply, device, dtype)
+    fill_quantized(model, folder, stored, says, multiply, device, dtype, rounded)
     return model.eval().requires_grad_(False)
 
 
@@ -92,13 +102,13 @@ def load_quantized_mtp(
     """The MTP layer of such a checkpoint: lesson 17's load_mtp for codes."""
     from lessons.l17_tree_speculation.heads.mtp_files import find_mtp  # here: few models need it
 
-    layouts = layouts_of(name_or_path, load_config(name_or_path))
+    says = says_of(name_or_path, load_config(name_or_path))
     draft, folder, stored = find_mtp(name_or_path, target, STORED_DTYPES + CODE_DTYPES)
-    fill_quantized(draft, folder, stored, layouts, multiply, target.device, target.dtype)
+    fill_quantized(draft, folder, stored, says, multiply, target.device, target.dtype)
     return draft.eval().requires_grad_(False)
 
 
-def layouts_of(name_or_path: str | os.PathLike, config: ModelConfig) -> list[Layout]:
+def says_of(name_or_path: str | os.PathLike, config: ModelConfig) -> Says:
     """How the matrices of a checkpoint may be stored. Raises CheckpointError."""
     if config.quantization_config is None:
         raise CheckpointError(
@@ -114,16 +124,17 @@ def fill_quantized(
     model: Decoder | MTPDraft,
     folder: Path,
     stored: dict[str, Stored],
-    layouts: list[Layout],
+    says: Says,
     multiply: Multiply,
     device: torch.device,
     dtype: torch.dtype,
+    rounded: Rounded | None = None,
 ) -> None:
     """Fill what is on the meta device; its quantized matrices keep their codes. Raises
     CheckpointError.
     """
     codes = Codes(stored)
-    given = replace_linears(model, codes, layouts, multiply, device)
+    given = replace_linears(model, codes, says, multiply, device, rounded)
     replace_experts(model, codes, multiply, device)
     plain = {key: entry for key, entry in stored.items() if key not in codes.taken}
     for entry in plain.values():
@@ -141,6 +152,11 @@ class Codes:
 
     def __init__(self, stored: dict[str, Stored]):
         self.stored, self.taken = stored, set()
+        # {layer: its name in the file}, which may have something before it, as "model."
+        self.names = {}
+        for key, entry in stored.items():
+            layer = key.rpartition(".")[0]
+            self.names[layer] = entry.name.removesuffix(key.removeprefix(layer))
         self.open = cache(open_file)  # each file once
 
     def __contains__(self, key: str) -> bool:
@@ -166,7 +182,12 @@ class Codes:
 
 
 def replace_linears(
-    model: Decoder, codes: Codes, layouts: list[Layout], multiply: Multiply, device: torch.device
+    model: Decoder,
+    codes: Codes,
+    says: Says,
+    multiply: Multiply,
+    device: torch.device,
+    rounded: Rounded | None,
 ) -> dict[str, Tensor]:
     """Every nn.Linear of the model that is stored as codes becomes a QuantizedLinear. Returns what
     was read as numbers instead, [N, K] each, by its name in the model. Raises CheckpointError that
@@ -181,22 +202,28 @@ def replace_linears(
             continue
         place = places[f"{name}.weight"]
         key = place.key.removesuffix("weight")
-        layout = next((x for x in layouts if key + x.marker in codes), None)
-        if layout is None:
+        layer = key.removesuffix(".")
+        if layer not in codes.names:
             continue
         try:
-            parts = codes.parts(key, layout.ends)
-            weight = layout.read(parts, (rows[place.key], linear.in_features))
-            weight = rows_of(weight, places[f"{name}.weight"], name, model).to(device)
+            said = says(codes.names[layer]) or StoredAs([])
+            layout = next((x for x in said.layouts if key + x.marker in codes), None)
+            if layout is None:
+                continue
+            weight = layout.read(codes.parts(key, layout.ends), (rows[place.key], place.shape[1]))
+            weight = rows_of(weight, place, name, model).to(device)
+            beside, product = codes.parts(key, layout.unread), multiply
+            if said.inputs is not None and rounded is not None and not name.endswith(KEPT_DENSE):
+                rounding = said.inputs.read(beside)
+                weight, product = rounded(weight, rounding.to(device), multiply)
         except ValueError as error:
             raise CheckpointError(f"{codes.where(key)}: {error}") from error
-        codes.parts(key, layout.unread)
         if linear.bias is None:
             codes.skip_empty_bias(key)
         if name.endswith(KEPT_DENSE):
             given[f"{name}.weight"] = weight.dequantize()
         else:
-            model.set_submodule(name, QuantizedLinear(weight, linear.bias, multiply))
+            model.set_submodule(name, QuantizedLinear(weight, linear.bias, product))
     return given
 
 

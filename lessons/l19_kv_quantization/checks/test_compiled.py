@@ -54,6 +54,20 @@ def test_the_products_of_8_bits_are_8_bit_products():
 
 
 @pytest.mark.compiler
+def test_4_bits_meet_8_in_products_of_8_bits():
+    """Codes of 4 bits become 8 in registers, for the same matrix units."""
+    reports = reports_of(KERNELS, "w4a8_")
+    for report in reports:
+        assert not report.error and not report.spill_bytes, report
+        assert report.shared_bytes <= report.shared_limit_bytes, report
+    found = {(r.name, r.chip): r.matrix_instruction for r in reports}
+    assert found["w4a8_int8_4096_zeros", 90] == "IGMMA" and found["w4a8_int8_16", 80] == "IMMA"
+    assert found["w4a8_fp8_4096_zeros", 90] == "QGMMA" and found["w4a8_fp8_16", 90] == "HMMA"
+    # whose compiler waits after each group, because its sum is needed before the next begins
+    assert {r.name for r in reports if r.serialized_wgmma} == {"w4a8_fp8_4096_zeros"}
+
+
+@pytest.mark.compiler
 def test_rotations_run_on_matrix_units():
     """In 16 bits: both products. float32 keeps its bits, so it has none."""
     for report in reports_of(KERNELS, "rotate_"):

@@ -50,6 +50,13 @@ class Mesh:
             for shard in range(self.tp)
         ]
 
+    def context_groups(self, dcp: int) -> list[list[int]]:
+        """`dcp` neighbours of each tensor group, which hold copies of the same KV head."""
+        groups = []
+        for members in self.tensor_groups():
+            groups += [members[first : first + dcp] for first in range(0, self.tp, dcp)]
+        return groups
+
 
 @dataclass
 class Links:
@@ -67,6 +74,10 @@ class Links:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
+
+    def new_group(self, groups: list[list[int]]) -> Group:
+        """The one of these groups that has this rank. Every rank of the world has to call it."""
+        return _mine(groups, self.rank)
 
 
 def new_links(mesh: Mesh) -> Links:
