@@ -290,7 +290,7 @@ def new_scheduler(
 
         limits |= dict(host=transfer_host(blocks))
     if proposer is None:
-        return ChunkedScheduler(blocks, **limits)
+        return runner.new_scheduler(blocks, **limits)
     from reference.speculation.by_load import chooser_of
     from reference.speculation.lookahead import LookaheadScheduler
 
