@@ -128,6 +128,13 @@ class Worker:
         """Take part in a step of other replicas: their rows come to this rank's experts."""
         run_experts_alone(self.runner.model)
 
+    def place_experts(self, placements: dict) -> None:
+        """Have the experts that placements give this rank: {layer: Placement}."""
+        from reference.parallel.balance import place_experts  # here, because few engines move any
+
+        model = self.model if self.runner is None else self.runner.model
+        place_experts(model, self.args, placements)
+
     def expert_counts(self) -> dict[int, list[int]]:
         """{layer: how often this rank's tokens chose each expert}, since the start."""
         return {layer.index: layer.counts.tolist() for layer in shared_layers(self.runner.model)}
