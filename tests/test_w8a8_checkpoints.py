@@ -300,6 +300,43 @@ def test_matrices_that_it_cannot_multiply_stay():
         assert torch.equal(found.dequantize(), QUANTIZERS[name](weight).dequantize())
 
 
+@pytest.mark.parametrize("matrix", ["int8", "int4", "int4, zero points", "fp8", "fp8, one scale"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_is_written_is_what_is_read(matrix, kind, tmp_path):
+    """A byte for each whole number, and the same codes; transformers reads the same logits."""
+    random_model(LLAMA).save_pretrained(tmp_path / "plain")
+    plain, source = load_decoder(tmp_path / "plain"), str(tmp_path / "plain")
+    twin = quantized(plain, lambda _, x: QUANTIZERS[matrix](x.weight), dequantize_matmul)
+    write = partial(save_quantized, twin, source, tmp_path / "out")
+    if (matrix[:3], kind) == ("fp8", "int8"):
+        with pytest.raises(ValueError, match="activations: got 'int8'; accepted: fp8 for FP8"):
+            write("compressed-tensors", kind)
+        return
+    write("compressed-tensors", kind)
+    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert said["format"] == ("float-quantized" if matrix[:3] == "fp8" else "int-quantized")
+    ours = load_model(tmp_path / "out", "cpu")
+    assert all(part.rounds_inputs for part in layers(ours)) and len(layers(ours)) == 14
+    for mine, its in zip(layers(ours), layers(twin)):
+        assert torch.equal(mine.quantized.dequantize(), its.quantized.dequantize())
+    with pytest.raises(ValueError, match="got 'layers that round inputs as their checkpoint asks'"):
+        save_quantized(ours, source, tmp_path / "again", "compressed-tensors", kind)
+    with pytest.raises(ValueError, match="format: got 'gptq'; accepted: compressed-tensors, for"):
+        save_quantized(twin, source, tmp_path / "gptq", "gptq", kind)
+    with pytest.raises(ValueError, match="activations: got 'int4'; accepted: int8 or fp8"):
+        save_quantized(twin, source, tmp_path / "four", "compressed-tensors", "int4")
+    pytest.importorskip("compressed_tensors", reason="NOT RUN: compressed-tensors is not installed")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, device_map="cpu"
+    )
+    tokens = torch.randint(97, (11,))
+    with torch.no_grad():
+        wanted = theirs(tokens[None]).logits[0].float()
+    # the library's step of int8 is 1/127.5 of a token's largest value, vLLM's and ours 1/127
+    error = float((logits_of(ours, tokens) - wanted).norm() / wanted.norm())
+    assert error < (0.02 if kind == "fp8" else 0.06)
+
+
 @pytest.mark.parametrize("matrix, product", [("int8", "w8a8_matmul"), ("int4", "w4a8_matmul")])
 def test_the_engine_generates_from_it(matrix, product, tmp_path):
     """A batch's tokens are those of each prompt alone, because each token has a scale of its

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear
+from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.proof.planted import with_bug
 from reference.checkpoints import per_layer, words
 from reference.checkpoints.layouts import AWQ_ORDER, gptq
-from reference.checkpoints.quantization_config import PACKINGS
+from reference.checkpoints.quantization_config import METHODS, PACKINGS
 from reference.checkpoints.quantized_checkpoint import load_quantized
 from tests.test_deepseek import random_model
 from tests.test_quantized_checkpoints import CONFIGS, GPTQ, logits_of, with_config
@@ -315,3 +316,13 @@ def test_quantize_config_json_alone(source, tmp_path):
     folder = written(source, tmp_path, None, lambda _, shape: by_stream(shape, 4, GROUP, 1))
     (folder / "quantize_config.json").write_text(json.dumps(config | {"damp_percent": 0.01}))
     assert_same_model(folder, 14)
+
+
+def test_the_lesson_lists_every_method():
+    """With AutoRound's packings."""
+    text = (REPOSITORY / "lessons/l18_weight_quantization/MORE.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    for method in METHODS:
+        assert any(f"`{method}`" in row for row in rows), method
+    named = re.findall(r"`(auto_round:\w+)`", text)
+    assert {PACKINGS[name] for name in named} == set(PACKINGS.values())
