@@ -47,7 +47,9 @@ def test_by_hand():
     assert in_order(8, 4).load_of_ranks(README_LOADS).counts == (8, 2, 4, 2)
     assert place(README_LOADS, 8, 4).load_of_ranks(README_LOADS).imbalance == 7 / 4
     assert replicate(README_LOADS, 12) == [4, 2, 1, 1, 1, 1, 1, 1]
-    assert place(README_LOADS, 12, 4).load_of_ranks(README_LOADS).counts == (4, 4, 4, 4)
+    found = place(README_LOADS, 12, 4)
+    assert found.load_of_ranks(README_LOADS).counts == (4, 4, 4, 4)
+    assert found.of_rank(2) == (0, 0, 6) and found.num_doubled == 2
 
 
 @settings(deadline=None, max_examples=60)

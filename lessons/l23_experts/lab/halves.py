@@ -2,9 +2,9 @@
 
     python -m lessons.l23_experts.lab.halves --travel-ms 10
 
-Layers of experts run in this process, and their rows travel so long in each direction. In the place
-of attention a thread sleeps. The command draws what the threads did: "0" and "1" are the halves, a
-column is a piece of time.
+Layers of experts run in this process, and their rows travel so long in each direction. For what a
+GPU would compute a thread sleeps. The command draws what the threads did: "0" and "1" are the
+halves, a column is a piece of time.
 """
 
 import sys
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
+from lessons.l23_experts.grouped import GroupedExperts
 from lessons.l23_experts.naive import layer_config
 from lessons.l23_experts.ranks.experts import SplitTokensMoE
 from lessons.l23_experts.ranks.halves import Line, Span, in_turns
@@ -27,22 +28,37 @@ SIZE, EXPERTS, TOP_K, INNER = 64, 16, 4, 32
 COLUMNS = 72
 
 
-class Layer(nn.Module):
-    """A product of rows, which takes work_s at least, and a layer of experts. work_s stands in for
-    attention: a thread that sleeps uses no processor, so halves do not slow each other down.
+class SlowExperts(nn.Module):
+    """Experts that take row_s longer for each row. A thread that sleeps uses no processor, so
+    halves do not slow each other down.
     """
 
-    def __init__(self, group: Group, work_s: float):
+    def __init__(self, experts: GroupedExperts, row_s: float):
+        super().__init__()
+        self.experts, self.row_s = experts, row_s
+
+    def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """As GroupedExperts.rows: [T, H] -> [T · k, H]."""
+        time.sleep(self.row_s * chosen.numel())
+        return self.experts.rows(x, chosen)
+
+
+class Layer(nn.Module):
+    """A product of rows in the place of attention, and a layer of experts. token_s: what both
+    together take longer for each token, half of it in the experts.
+    """
+
+    def __init__(self, group: Group, token_s: float):
         super().__init__()
         moe = MoE(layer_config(SIZE, MoEConfig(EXPERTS, TOP_K, INNER, norm_topk_prob=True)))
-        self.work_s = work_s
+        self.token_s = token_s
         self.mix = nn.Linear(SIZE, SIZE, bias=False)
         self.mlp = SplitTokensMoE(moe, group)
+        self.mlp.experts = SlowExperts(self.mlp.experts, token_s / 2 / TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, SIZE] -> [T, SIZE]
         x = x + self.mix(x)
-        if self.work_s:
-            time.sleep(self.work_s * len(x))
+        time.sleep(self.token_s / 2 * len(x))
         return x + self.mlp(x)
 
 

@@ -1,7 +1,7 @@
 """How many ranks and nodes a token's rows go to, if its router is even.
 
-    places_reached(256, 32, 8)             # of 32 GPUs: 7.2
-    places_reached(256, 4, 8, 8, 4)        # of 4 nodes, at most 4 of 8 groups of experts: 3.5
+    places_reached(256, 32, 8)             # of 32 GPUs: 7.27
+    places_reached(256, 4, 8, 8, 4)        # of 4 nodes, with 4 of 8 groups of experts: 2.93
 
 A token chooses k of E experts, and a place has E / P of them. There are C(E, k) choices, and
 C(E − E/P, k) of them miss the place. So a token reaches, in the mean,
@@ -20,20 +20,21 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 
 
 def places_reached(
-    num_experts: int, num_places: int, top_k: int, num_groups: int = 1, top_groups: int = 1
+    num_experts: int, size: int, top_k: int, num_groups: int = 1, top_groups: int = 1
 ) -> float:
-    """Places that have one or more of a token's experts, in the mean. The experts are on the places
-    in order, equally many on each; groups are neighbours, too. Raises ValueError.
+    """Of `size` places, ranks or nodes, those that have one or more of a token's experts, in the
+    mean. The experts are on the places in order, equally many on each; groups are neighbours, too.
+    Raises ValueError.
     """
-    check_whole(num_places=num_places, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
-    for name, count in (("num_places", num_places), ("num_groups", num_groups)):
+    check_whole(size=size, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
+    for name, count in (("size", size), ("num_groups", num_groups)):
         if num_experts % count:
             refuse(name, count, f"a divisor of {num_experts}, the experts")
-    width, per_place = num_experts // num_groups, num_experts // num_places
+    width, per_place = num_experts // num_groups, num_experts // size
     if not top_groups <= num_groups or top_k > top_groups * width:
         refuse("top_groups", top_groups, f"1 to {num_groups}, with {top_k} experts or more")
     total = 0.0
-    for place in range(num_places):
+    for place in range(size):
         first, end = place * per_place, (place + 1) * per_place
         own = [max(0, min(end, (g + 1) * width) - max(first, g * width)) for g in range(num_groups)]
         total += hit(tuple(sorted(own)), width, top_k, top_groups)
