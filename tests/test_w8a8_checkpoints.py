@@ -152,7 +152,7 @@ def test_layers_compute_the_definition(matrix, inputs, tmp_path):
     if not said["dynamic"]:
         with_static(folder, float(SCALE), None if rounding.zero is None else int(rounding.zero))
     ours = load_model(folder, "cpu", "float64")
-    assert len(layers(ours)) == 14
+    assert len(layers(ours)) == 14 and all(part.rounds_inputs for part in layers(ours))
     seen = []
 
     def beside(x, weight, bias, own):
@@ -240,6 +240,7 @@ def test_other_schemes_keep_their_inputs(activations, tmp_path):
         ),
         (FLOAT | TOKENS | dict(symmetric=False), "symmetric: got False; accepted: true for float"),
         (INT | STATIC, "layer layers.0.self_attn.q_proj in .*: input_scale: got None"),
+        (INT | dict(type=[8]), "input_activations.type: got .8.; accepted: int or float"),
         (INT | TOKENS | dict(rotated=True), "input_activations.rotated: got True"),
     ],
 )

@@ -80,6 +80,8 @@ def inputs_of(said: dict[str, Any] | None) -> Inputs | None:
             refuse(f"input_activations.{key}", said[key], f"one of the keys {READS}")
     bits, kind = said.get("num_bits", 8), said.get("type") or "int"
     strategy = said.get("strategy") or "tensor"
+    if not isinstance(kind, str):
+        refuse("input_activations.type", kind, "int or float")
     if kind == "float" and (bits == 4 or strategy in ("group", "block")):
         return None
     if bits != 8 or kind not in KINDS:

@@ -24,35 +24,42 @@ from reference.checkpoints.inputs import Inputs
 from reference.checkpoints.layouts import Layout, awq, gptq
 from reference.checkpoints.nvfp4_layouts import CACHE_SCALES, modelopt_nvfp4
 from reference.checkpoints.per_layer import by_dynamic, by_extra_config
+from reference.checkpoints.transforms import Turn, read_turns
 
 
-class Stored(NamedTuple):
+class StoredAs(NamedTuple):
     """How one layer may be stored. inputs: how its inputs are rounded; None: not at all."""
 
     layouts: list[Layout]
     inputs: Inputs | None = None
 
 
-def read_layouts(config: Config) -> Callable[[str], Stored | None]:
-    """What a quantization_config says of each layer, by its name in the file; None where it says
-    that the layer is not quantized. Raises ValueError, in one line that names the key; so does the
-    answer for a layer.
+class Says(NamedTuple):
+    """What a quantization_config says. of(layer): of a layer, by its name in the file; None where
+    it is not quantized; raises ValueError. turns: rotations as the model runs.
     """
+
+    of: Callable[[str], StoredAs | None]
+    turns: list[Turn]
+
+
+def read_layouts(config: Config) -> Says:
+    """What a quantization_config says. Raises ValueError, in one line that names the key."""
     name = config["quant_method"]
     if name not in METHODS:
         refuse("quant_method", name, ", ".join(METHODS))
     method = METHODS[name]
     check_keys(config, method, "quantization_config")
-    of_all = Stored(method.layouts(config))
+    of_all = StoredAs(method.layouts(config))
 
-    def of(layer: str) -> Stored | None:
+    def of(layer: str) -> StoredAs | None:
         own = method.of_layer(config, layer)
         if own is None:
             return None
-        stored = of_all if own is config else Stored(method.layouts(own))
+        stored = of_all if own is config else StoredAs(method.layouts(own))
         return stored._replace(inputs=inputs_of_layer(own)) if name == COMPRESSED else stored
 
-    return of
+    return Says(of, read_turns(config))
 
 
 # ---------------------------------------------------------------- the methods
@@ -161,12 +168,9 @@ METHODS = {
     "awq": Method(awq_layouts, "bits w_bit group_size q_group_size version format", AWQ_HARMLESS),
     COMPRESSED: Method(
         compressed_layouts,
-        "config_groups format sparsity_config",
+        "config_groups format sparsity_config transform_config",
         "quantization_status global_compression_ratio run_compressed moe_sparsity_config",
-        fixed=dict(
-            kv_cache_scheme=(None,),
-            transform_config=(None, {}),
-        ),
+        fixed=dict(kv_cache_scheme=(None,)),
         of_layer=by_targets,
     ),
     "fp8": Method(

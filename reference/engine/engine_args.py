@@ -29,6 +29,7 @@ CHOICES = {
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *KV_FORMATS),
     "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "all2all_backend": ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
@@ -94,9 +95,9 @@ class EngineArgs:
     tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each
     in a process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which
     share the requests. enable_expert_parallel: a shard has some experts whole instead of a strip of
-    each. distributed_executor_backend: who starts the processes, "mp" (this program) or "ray";
-    None: "mp" if there are several. Memory is that of one process: kv_cache_memory_bytes,
-    gpu_memory_utilization.
+    each; with replicas all of them share the experts, and all2all_backend says how rows travel.
+    distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp"
+    if several. Memory is that of one process: kv_cache_memory_bytes, gpu_memory_utilization.
     """
 
     model: str = "models/tiny"
@@ -140,6 +141,7 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    all2all_backend: str = "allgather_reducescatter"
     distributed_executor_backend: str | None = None
 
     def __post_init__(self):
@@ -188,7 +190,8 @@ class EngineArgs:
             from reference.speculation.speculative_config import SpeculativeConfig
 
             self.speculative_config = SpeculativeConfig.read(self.speculative_config, self.model)
-        self._check_workers()
+        is_known = self.distributed_executor_backend in (None, *BACKENDS)
+        self.require("distributed_executor_backend", is_known, f"None, {', '.join(BACKENDS)}")
         self._check_together()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
@@ -199,9 +202,7 @@ class EngineArgs:
 
     @property
     def rows_each(self) -> int:
-        """Tokens that a sequence runs in a step at most while it decodes: its newest and a
-        draft.
-        """
+        """Tokens of a sequence in a step at most while it decodes: its newest and a draft."""
         config = self.speculative_config
         return 1 if config is None else 1 + config.num_speculative_tokens
 
@@ -219,13 +220,12 @@ class EngineArgs:
     @property
     def cuts_model(self) -> bool:
         """Whether a process has only a part of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size > 1
+        return self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.shares_experts
 
-    def _check_workers(self) -> None:
-        """What the model's processes cannot do yet."""
-        backend = self.distributed_executor_backend
-        is_known = backend is None or backend in BACKENDS
-        self.require("distributed_executor_backend", is_known, f"None, {', '.join(BACKENDS)}")
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas have the experts together, so that they step together, too."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""

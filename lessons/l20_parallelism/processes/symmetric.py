@@ -36,8 +36,8 @@ FENCE = threading.Lock()
 
 class SymmetricMemory:
     """What all ranks of a group see. buffers: uint8, [num_bytes] of each rank; flags: int32,
-    [BLOCKS · size] of each rank, all 0 while no kernel runs; counters: int64, [1] of each rank, on a
-    CPU alone.
+    [BLOCKS · size] of each rank, all 0 while no kernel runs; counters: int64, [1] of each rank, on
+    a CPU alone.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def shared_on_gpus(group: Group, num_bytes: int, device: torch.device) -> Symmet
     rank of the group has to call it. For the kernels alone: a barrier of the processor would wait
     for no GPU.
 
-    PyTorch's signal pads are our flags. Its own kernels use them in the same way: 0 while none runs.
+    PyTorch's signal pads are our flags. Its own kernels use them as ours do: 0 while none runs.
     """
     import torch.distributed._symmetric_memory as symmetric
 

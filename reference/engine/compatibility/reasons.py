@@ -17,7 +17,7 @@ WITHOUT_EFFECT = {
     "LLM": {"an answer of LLM does not name its model": "served_model_name"},
     "engine": {
         ONE_KERNEL: "attention_backend attention_config moe_backend linear_backend kernel_config "
-        "sparse_indexer_topk_backend all2all_backend dcp_comm_backend mamba_backend "
+        "sparse_indexer_topk_backend dcp_comm_backend mamba_backend "
         "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend "
         "ir_op_priority enable_flashinfer_autotune mm_encoder_attn_backend",
         "decode steps are captured as they are, up to max_model_len": "compilation_config "
