@@ -11,7 +11,8 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Host
 from lessons.l20_parallelism.processes.launch import RankError
 from reference.engine.request import EngineSequence
-from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool, Talk
+from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool
+from reference.parallel.talk import Talk
 from tests.engine_cases import CONFIG
 
 
@@ -21,9 +22,6 @@ class Obedient:
     def __init__(self, fails: str | None = None):
         self.may, self.heard, self.fails, self.has_ended = threading.Event(), [], fails, False
 
-    def wait_until_ready(self):
-        return None
-
     def tell(self, order: bytes):
         self.may.wait(10)
         self.heard.append(pickle.loads(order))
@@ -32,6 +30,8 @@ class Obedient:
 
     def ask(self, order: bytes):
         self.tell(order)
+
+    def collect(self):
         return [None, torch.zeros(1, 5).numpy()]
 
     def close(self):
