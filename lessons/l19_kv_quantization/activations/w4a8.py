@@ -11,7 +11,8 @@ The inner sum has whole numbers alone. A code minus its zero point is a number f
 INT8 holds and E4M3, too (it has every whole number up to 16). So 4 bits become 8 in registers
 without any rounding, and a matrix unit multiplies them with the tokens' codes: int8 by int8 in
 int32, or E4M3 by E4M3 in float32 ("W4AFP8"). A byte's two codes are half a group apart, so a step
-is one product: the low halves beside the high ones are the group's columns in their order.
+is one product: the low halves beside the high ones. A group that is longer than a step, such as a
+whole row, applies its scale after each.
 
 Naive: `w4a8_by_numbers`. Optimized: `w4a8_matmul`.
 
@@ -130,26 +131,26 @@ def w4a8_kernel(
     w_row = w_ptr + column[:, None].to(tl.int64) * stride_wn
     IS_INT: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(num_groups):
+    both = tl.arange(0, 2 * BLOCK_BYTES)[None, :]
+    STEPS: tl.constexpr = (GROUP_BYTES + BLOCK_BYTES - 1) // BLOCK_BYTES
+    for step in range(num_groups * STEPS):
+        group, start = step // STEPS, step % STEPS * BLOCK_BYTES
+        byte = start + tl.arange(0, BLOCK_BYTES)[None, :]
+        is_w = is_column[:, None] & (byte < GROUP_BYTES)
+        packed = tl.load(w_row + group * GROUP_BYTES + byte, mask=is_w, other=0)
         zero = zeros_of(zero_ptr, column * stride_zn + group * stride_zg, is_column)
-        part = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if IS_INT else tl.float32)
-        for start in tl.static_range(0, GROUP_BYTES, BLOCK_BYTES):
-            byte = start + tl.arange(0, BLOCK_BYTES)[None, :]
-            is_w = is_column[:, None] & (byte < GROUP_BYTES)
-            packed = tl.load(w_row + group * GROUP_BYTES + byte, mask=is_w, other=0)
-            number = in_order(packed).to(tl.int16) - zero
-            both = tl.arange(0, 2 * BLOCK_BYTES)[None, :]
-            k = both
-            if GROUP_BYTES != BLOCK_BYTES:
-                k = both // BLOCK_BYTES * GROUP_BYTES + start + both % BLOCK_BYTES
-            is_x = is_row[:, None] & (start + both % BLOCK_BYTES < GROUP_BYTES)
-            x = tl.load(x_row + 2 * group * GROUP_BYTES + k, mask=is_x, other=0.0)
-            if IS_INT:
-                part = tl.dot(x, tl.trans(number.to(tl.int8)), part, out_dtype=tl.int32)
-            else:
-                eight = number.to(tl.float32).to(x.dtype)  # exact: at most 15
-                # Hopper keeps 14 bits of a sum of E4M3 products: each step's is added in float32
-                part = tl.dot(x, tl.trans(eight), part, max_num_imprecise_acc=2 * BLOCK_BYTES)
+        number = in_order(packed).to(tl.int16) - zero
+        k = both
+        if STEPS > 1 or GROUP_BYTES != BLOCK_BYTES:
+            k = both // BLOCK_BYTES * GROUP_BYTES + start + both % BLOCK_BYTES
+        is_x = is_row[:, None] & (start + both % BLOCK_BYTES < GROUP_BYTES)
+        x = tl.load(x_row + 2 * group * GROUP_BYTES + k, mask=is_x, other=0.0)
+        if IS_INT:
+            part = tl.dot(x, tl.trans(number.to(tl.int8)), out_dtype=tl.int32)
+        else:
+            eight = number.to(tl.float32).to(x.dtype)  # exact: at most 15
+            # Hopper keeps 14 bits of a sum of E4M3 products: each step's is added in float32
+            part = tl.dot(x, tl.trans(eight), max_num_imprecise_acc=2 * BLOCK_BYTES)
         place = column * stride_sn + group * stride_sg
         scale = tl.load(w_scale_ptr + place, mask=is_column, other=0.0).to(tl.float32)
         acc += part.to(tl.float32) * scale[None, :]
