@@ -58,9 +58,13 @@ def test_what_checks_say_of_wrong_answers_is_korean(name, korean):
     for entry in all_exercises(name):
         statement, checks = statement_of(entry), checks_of(entry)
         assert HANGUL.search(statement[entry.title]) and len(statement) == 4
-        answer = answers_of(entry.lesson).wrong_for(entry.id)[0]
-        outcomes = ((check, run_check(check, lambda a=answer: a.function, 0)) for check in checks)
-        check, outcome = next(pair for pair in outcomes if pair[1].status == FAIL)
+        answers = answers_of(entry.lesson).wrong_for(entry.id)
+        check, answer, outcome = next(
+            (check, answer, outcome)
+            for check in checks
+            for answer in answers
+            if (outcome := run_check(check, lambda a=answer: a.function, 0)).status == FAIL
+        )
         others = f"it passes for a, b; not for c: {check.why}" if check.why else None
         for slip in (answer.hint, None):
             text = explained(outcome, entry, slip, others)
