@@ -25,7 +25,6 @@ from tests.excerpts import plain_readme, stray_excerpts
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "lessons/l23_experts"
 README = plain_readme(ROOM)
-MORE = re.sub(r"<!--.*?-->", "", (ROOM / "MORE.md").read_text(encoding="utf-8"))
 TEXT = (ROOM / "README.md").read_text(encoding="utf-8")  # with the sources of numbers
 MORE = (ROOM / "MORE.md").read_text(encoding="utf-8")
 MIXTRAL, H100, VALUE_BYTES = find_model("mixtral-8x7b"), CHIPS["h100"], 2
