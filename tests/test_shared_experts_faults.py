@@ -241,7 +241,7 @@ def rank_error(
     x = torch.randn(tokens[replica], config.hidden_size, generator=draw, dtype=torch.float64)
     with SLIPS[slip]() if slip else nullcontext(), torch.inference_mode():
         want = moe(x)
-        layer = SharedExperts(FORMS[name](moe, links.experts), tensor_group(links.tensor), 0)
+        layer = SharedExperts(moe, FORMS[name], links.experts, tensor_group(links.tensor), 0)
         found = layer(x)
     assert found.shape == x.shape
     return float((found - want).abs().max()) if len(x) else 0.0

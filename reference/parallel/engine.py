@@ -26,7 +26,10 @@ from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
 from reference.features.composition import refuse_together
+from reference.parallel.ahead import RemoteAhead
+from reference.parallel.balance import first_placements
 from reference.parallel.experts import check_spread
+from reference.parallel.in_flight import InFlight, PipelinedScheduler
 from reference.parallel.lockstep import LockstepEngine
 from reference.parallel.processes import ProcessWorkers, Refused
 from reference.parallel.remote_sampler import RemoteSampler
@@ -73,7 +76,7 @@ def engine_over_parts(tokenizer, args: EngineArgs) -> Engine | ReplicatedEngine:
     if len(engines) == 1:
         return engines[0]
     if args.shares_experts:
-        return LockstepEngine(engines, mesh.tp * mesh.dp, args.seed)
+        return LockstepEngine(engines, first_placements(args, config), args.eplb_config, args.seed)
     return ReplicatedEngine(engines, args.seed)
 
 
@@ -93,6 +96,8 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     """An engine, when its workers have loaded. Raises Refused, ValueError, RankError."""
     max_model_len = max_model_len_of(args, config)
     talk.wait_until_ready()
+    if args.enable_eplb:
+        talk.tell("place_experts", first_placements(args, config))
     # The same on all ranks, so the one with the least memory decides.
     num_blocks = min(talk.ask("blocks_that_fit", max_model_len))
     held = talk.ask("allocate", num_blocks, max_model_len)
@@ -100,15 +105,17 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
     _, dtype = default_place(args.device, None if args.dtype == "auto" else args.dtype)
     runner = DistributedRunner(talk, config, pool, max_model_len, held, dtype)
+    if (stages := args.pipeline_parallel_size) > 1:
+        runner.new_scheduler = partial(PipelinedScheduler, num_batches=stages)
     if args.enable_lora:
         from reference.parallel.adapters import RemoteAdapters  # here: it imports lesson 21
 
         runner.adapters = RemoteAdapters(talk, config, args)
     engine = engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args))
     engine.emit = RemoteSampler(runner, engine.speculation)  # in front of its class's
-    if args.async_scheduling:
-        from reference.parallel.ahead import RemoteAhead  # here: it imports lesson 25
-
+    if isinstance(engine.scheduler, PipelinedScheduler):
+        engine.run = InFlight(engine).run
+    elif args.async_scheduling:
         engine.run = RemoteAhead(engine).run
     return engine
 

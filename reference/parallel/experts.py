@@ -11,12 +11,14 @@ An exchange takes all ranks. So does every step, and a replica without work runs
 Source: vLLM, enable_expert_parallel with data_parallel_size.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lessons.l02_naive_attention.decoder import Decoder
+from lessons.l02_naive_attention.decoder import MLP, Decoder
 from lessons.l06_mla.moe import MoE, Router
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
@@ -25,6 +27,8 @@ from lessons.l23_experts.ranks.dispatch import (
     FixedSlotsMoE,
     GatherScatterMoE,
 )
+from lessons.l23_experts.ranks.placed import PlacedRouter
+from lessons.l23_experts.ranks.placement import Placement, in_turn
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.checkpoints.any_checkpoint import stored_method
@@ -54,8 +58,11 @@ def check_spread(args: EngineArgs, config: ModelConfig) -> None:
         apart("quantization" if args.quantization else "model", f"no {stored} weights")
     if args.enable_lora and moe.shared_width:
         apart("enable_lora", "False for a model with shared experts")
-    if moe.n_routed_experts % (ranks := args.tensor_parallel_size * replicas):
-        accepted = f"a number of replicas whose {ranks} ranks divide {moe.n_routed_experts} experts"
+    copies = args.eplb_config.num_redundant_experts if args.enable_eplb else 0
+    ranks, slots = args.tensor_parallel_size * replicas, moe.n_routed_experts + copies
+    if slots % ranks or moe.n_routed_experts < ranks:
+        beside = f" and {copies} copies" if copies else ""
+        accepted = f"replicas whose {ranks} ranks divide {moe.n_routed_experts} experts{beside}"
         refuse("data_parallel_size", replicas, accepted)
 
 
@@ -75,18 +82,42 @@ class CountedRouter(nn.Module):
         self.counts.index_add_(0, pairs, torch.ones_like(pairs))
         return weights, chosen
 
+    @property
+    def weight(self) -> Tensor:  # [E, hidden_size]
+        return self.router.weight
+
+
+class LayerParts(NamedTuple):
+    """What a form asks of a layer. experts: of this rank's slots."""
+
+    gate: nn.Module
+    experts: nn.ModuleList
+    shared_experts: nn.Module | None
+
 
 class SharedExperts(nn.Module):
-    """A layer of experts of all replicas, behind the interface of one that is here. form: of
-    FORMS. tensor: the ranks that have the same tokens. index: of the layer.
+    """A layer of experts of all replicas, behind the interface of one that is here. kind: makes one
+    of FORMS. group: the ranks that share them. tensor: those that have the same tokens. index: of
+    the layer. mlps: {expert: its MLP} of those that are here; their weights are views of the form's.
     """
 
     waits_for_values = True  # of counts, and of other replicas, so no CUDA graph records it
 
-    def __init__(self, form: nn.Module, tensor: Group, index: int):
+    def __init__(self, moe: MoE, kind: Callable, group: Group, tensor: Group, index: int):
         super().__init__()
-        form.gate = CountedRouter(form.gate)
-        self.form, self.tensor, self.index = form, tensor, index
+        self.kind, self.group, self.tensor, self.index = kind, group, tensor, index
+        moe.gate = self.router = CountedRouter(moe.gate)
+        self.form = kind(moe, group)
+        self.mlps = {expert: moe.experts[expert] for expert in self.form.own}
+
+    def place(self, placement: Placement, mlps: dict[int, MLP]) -> None:
+        """Have the experts of this rank's slots from now on. mlps: at least these."""
+        own = placement.of_rank(self.group.rank)
+        self.mlps = {expert: mlps[expert] for expert in own}
+        experts = nn.ModuleList(self.mlps[expert] for expert in own)
+        router = PlacedRouter(self.router, placement, in_turn)
+        parts = LayerParts(router, experts, self.form.shared_experts)
+        self.form = self.kind(parts, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, H], the same on the ranks of `tensor` -> the same. T may differ between replicas.
@@ -109,7 +140,11 @@ class SharedExperts(nn.Module):
     @property
     def counts(self) -> Tensor:
         """How often this rank's tokens chose each expert: [E]."""
-        return self.form.gate.counts
+        return self.router.counts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.form.experts.down.dtype
 
 
 def spread(part: Decoder, links: Links, args: EngineArgs) -> None:
@@ -120,7 +155,7 @@ def spread(part: Decoder, links: Links, args: EngineArgs) -> None:
     for index in part.stage_layers:
         layer = part.layers[index]
         if isinstance(layer.mlp, MoE):
-            layer.mlp = SharedExperts(kind(layer.mlp, links.experts), links.tensor, index)
+            layer.mlp = SharedExperts(layer.mlp, kind, links.experts, links.tensor, index)
 
 
 def shared_layers(model: Decoder) -> list[SharedExperts]:
