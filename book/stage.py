@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api, code, glossary, order, translations
+from book import api, code, glossary, notebooks, order, translations
 from book.links import LINK
 from lessons.toolbox.command import OneLineParser
 
@@ -114,11 +114,13 @@ class Stage:
         return f"*Move it yourself, in your browser*: {', '.join(links)}."
 
     def notebook(self, name: str) -> None:
-        """A notebook as it was run."""
-        notebook = json.loads((self.root / name).read_text(encoding="utf-8"))
+        """A notebook as it was run, in English or Korean."""
+        notebook = notebooks.staged(self.root, name)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = self.relinked(name, "".join(cell["source"]))
+        notebooks.add_switch(self.root, name, notebook)
+        for cell in notebook["cells"]:
             for output in cell.get("outputs", []):
                 output.get("data", {}).pop(WIDGET, None)
         notebook["metadata"].pop("widgets", None)

@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
-# Generated from solutions/l23_experts.py, checksum fa76fda3f3b2. Generating again never overwrites your edits.
+# Generated from solutions/l23_experts.py, checksum 4da5e608cee8. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
 
@@ -184,8 +184,8 @@ def once_for_each_rank(
     all ranks. So the weights, and which experts are meant, travel beside the rows.
 
     Returns the ranks' results [T, H]. All that a rank learns from another one comes through
-    `ranks.all_to_all`. Aim: no row of x is sent twice to the same rank, none to a rank that has none
-    of its experts, and beside a row at most 2 k numbers. Errors: none to raise.
+    `ranks.all_to_all`. Aim: no row of x is sent twice to the same rank, or to a rank that has none
+    of its experts, and beside a row go at most 2 k numbers. Errors: none to raise.
 
     Example: two ranks, H = 1, experts [[[10]], [[20]]] and [[[100]], [[200]]]. Rank 0 has x [[2]],
     chosen [[3, 2]], weights [[0.5, 0.25]], and rank 1 has no token

@@ -238,8 +238,8 @@ def once_for_each_rank(
     all ranks. So the weights, and which experts are meant, travel beside the rows.
 
     Returns the ranks' results [T, H]. All that a rank learns from another one comes through
-    `ranks.all_to_all`. Aim: no row of x is sent twice to the same rank, none to a rank that has none
-    of its experts, and beside a row at most 2 k numbers. Errors: none to raise.
+    `ranks.all_to_all`. Aim: no row of x is sent twice to the same rank, or to a rank that has none
+    of its experts, and beside a row go at most 2 k numbers. Errors: none to raise.
 
     Example: two ranks, H = 1, experts [[[10]], [[20]]] and [[[100]], [[200]]]. Rank 0 has x [[2]],
     chosen [[3, 2]], weights [[0.5, 0.25]], and rank 1 has no token

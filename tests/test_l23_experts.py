@@ -14,7 +14,7 @@ from lessons.l23_experts.align import NOT_USED, align_in_python, most_tiles
 from lessons.l23_experts.lab import traffic, wire_error
 from lessons.l23_experts.lab.benchmark import CPU_CACHE_BYTES, Shape, floor_bytes, layer_bytes
 from lessons.l23_experts.ranks.load import Load, capacity_of, load_of
-from lessons.l23_experts.ranks.placement import place
+from lessons.l23_experts.ranks.placement import place, replicate
 from lessons.l23_experts.ranks.traffic import Layer, expected_ranks, slot_bytes, token_bytes
 from lessons.l23_experts.ranks.wire import Float8, Plain
 from lessons.toolbox.measure.hardware import CHIPS
@@ -68,7 +68,6 @@ def test_the_readme_quotes_bytes_and_rows():
     assert f"{ridge} rows · 8 / 2   = {ridge * 8 / 2:.0f} tokens" in README
     assert f"{ridge} rows · 128 / 8 = {qwen3:.0f} tokens" in README
     assert f"Each expert has {8192 * 2 // 8} rows" in README
-    assert f"64 · 2 / 16 = {64 * 2 // 16}." in README
 
 
 def test_the_h200_figure_shows_what_its_description_says():
@@ -135,6 +134,7 @@ def test_the_readme_quotes_tiles_and_loads():
         map(str, ranks.counts)
     ) + f"          the busiest has {ranks.imbalance}" in (README)
     placement = place(load.counts, 12, 4)
+    assert replicate((9, 3, 2, 2), 6) == [3, 1, 1, 1] and "copies have 3 pairs each" in README
     copies = "  ".join(str(len(slots)) for slots in placement.slots_of)
     assert f"copies of each expert    {copies}\n" in README
     ranks = placement.load_of_ranks(load.counts)

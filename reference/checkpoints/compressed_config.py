@@ -26,7 +26,7 @@ def compressed_layouts(config: Config) -> list[Layout]:
         layout = layout_of(scheme["weights"], form)
         inputs_of(scheme.get("input_activations"))
         found.append(layout)
-    sparsity = config.get("sparsity_config") or {"format": "dense"}
+    sparsity = config.get("sparsity_config") or {"format": "dense"}  # {} is the library's "none"
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
         refuse("quantization_config.sparsity_config", sparsity, "null, or the format 'dense'")
     # First, because a packed matrix has a weight_scale, too, the marker of the others.
@@ -34,8 +34,12 @@ def compressed_layouts(config: Config) -> list[Layout]:
 
 
 def schemes_of(config: Config) -> dict[str, Config]:
-    """config_groups. Raises ValueError for what is no object of schemes with weights."""
+    """config_groups; {} where matrices are rotated alone. Raises ValueError for what is no object
+    of schemes with weights.
+    """
     groups = config.get("config_groups")
+    if not groups and config.get("transform_config"):
+        return {}
     if not isinstance(groups, dict) or not groups:
         refuse("quantization_config.config_groups", groups, "an object of schemes")
     for name, scheme in groups.items():
@@ -52,7 +56,7 @@ def by_targets(config: Config, name: str) -> Config | None:
     layer that is stored as codes. Raises ValueError where none of several does.
     """
     groups = schemes_of(config)
-    if len(groups) == 1:
+    if len(groups) < 2:
         return config
     ranks = []
     for group, scheme in groups.items():
@@ -66,8 +70,9 @@ def by_targets(config: Config, name: str) -> Config | None:
 
 def inputs_of_layer(config: Config) -> Inputs | None:
     """How a layer's inputs are rounded. config: that of one layer, by `by_targets`."""
-    (scheme,) = schemes_of(config).values()
-    return inputs_of(scheme.get("input_activations"))
+    for scheme in schemes_of(config).values():  # one, or none
+        return inputs_of(scheme.get("input_activations"))
+    return None
 
 
 def layout_of(weights: Config, form: str) -> Layout:

@@ -5,6 +5,7 @@ A layer has the name that its tensors have in the file, "model.layers.0.mlp.down
 """
 
 import re
+from collections.abc import Sequence
 
 from lessons.toolbox.model.arguments import shown
 from reference.checkpoints.config_keys import Config, object_of
@@ -70,7 +71,9 @@ def rank(target: str, name: str, kind: str = "Linear") -> int | None:
     return 2 if target == kind else None
 
 
-def is_meant(name: str, targets: list[str], ignore: list[str], kind: str = "Linear") -> bool:
+def is_meant(
+    name: str, targets: Sequence[str], ignore: Sequence[str], kind: str = "Linear"
+) -> bool:
     """Whether some target means a module, and nothing of `ignore` does."""
     meant, ignored = (
         any(rank(target, name, kind) is not None for target in some) for some in (targets, ignore)

@@ -3,8 +3,8 @@
 config_keys.py reads the keys, compressed_config.py those of compressed-tensors, and per_layer.py
 what is said of single layers.
 
-Inputs count where compressed-tensors' schemes ask for them in 8 bits (inputs.py); the other methods
-here are read for their weights alone, and inputs keep the model's type.
+Inputs are rounded where compressed-tensors' schemes, ModelOpt's FP8 or FP8 without tiles ask for it
+(inputs.py); the other methods are read for their weights alone, and inputs keep the model's type.
 """
 
 from collections.abc import Callable
@@ -24,35 +24,42 @@ from reference.checkpoints.inputs import Inputs
 from reference.checkpoints.layouts import Layout, awq, gptq
 from reference.checkpoints.nvfp4_layouts import CACHE_SCALES, modelopt_nvfp4
 from reference.checkpoints.per_layer import by_dynamic, by_extra_config
+from reference.checkpoints.transforms import Turn, read_turns
 
 
-class Stored(NamedTuple):
+class StoredAs(NamedTuple):
     """How one layer may be stored. inputs: how its inputs are rounded; None: not at all."""
 
     layouts: list[Layout]
     inputs: Inputs | None = None
 
 
-def read_layouts(config: Config) -> Callable[[str], Stored | None]:
-    """What a quantization_config says of each layer, by its name in the file; None where it says
-    that the layer is not quantized. Raises ValueError, in one line that names the key; so does the
-    answer for a layer.
+class Says(NamedTuple):
+    """What a quantization_config says. of(layer): of a layer, by its name in the file; None where
+    it is not quantized; raises ValueError. turns: rotations as the model runs.
     """
+
+    of: Callable[[str], StoredAs | None]
+    turns: list[Turn]
+
+
+def read_layouts(config: Config) -> Says:
+    """What a quantization_config says. Raises ValueError, in one line that names the key."""
     name = config["quant_method"]
     if name not in METHODS:
         refuse("quant_method", name, ", ".join(METHODS))
     method = METHODS[name]
     check_keys(config, method, "quantization_config")
-    of_all = Stored(method.layouts(config))
+    of_all = StoredAs(method.layouts(config))
 
-    def of(layer: str) -> Stored | None:
+    def of(layer: str) -> StoredAs | None:
         own = method.of_layer(config, layer)
         if own is None:
             return None
-        stored = of_all if own is config else Stored(method.layouts(own))
-        return stored._replace(inputs=inputs_of_layer(own)) if name == COMPRESSED else stored
+        stored = of_all if own is config else StoredAs(method.layouts(own))
+        return stored._replace(inputs=method.inputs(own))
 
-    return of
+    return Says(of, read_turns(config))
 
 
 # ---------------------------------------------------------------- the methods
@@ -94,6 +101,27 @@ def fp8_layouts(config: Config) -> list[Layout]:
     if list(size) != [TILE, TILE] if isinstance(size, (list, tuple)) else True:
         refuse("quantization_config.weight_block_size", size, f"[{TILE}, {TILE}], or null")
     return [float_quantized("weight_scale_inv", tile=True)]
+
+
+def fp8_inputs(config: Config) -> Inputs | None:
+    """What activation_scheme says. Inputs of layers with tiles keep their type here: they would
+    have a scale for 128 numbers. Raises ValueError.
+    """
+    if config.get("weight_block_size") is not None:
+        return None
+    scheme = pick(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+    return Inputs("fp8", is_static=scheme == "static")
+
+
+def modelopt_inputs(config: Config) -> Inputs | None:
+    """FP8 has a scale for the matrix's inputs beside it, unless only weights were quantized; or
+    each token has its own. NVFP4's inputs keep their type.
+    """
+    algorithm = config["quant_algo"].lower()
+    if "nvfp4" in algorithm:
+        return None
+    is_static = algorithm == "fp8"
+    return Inputs("fp8", is_static=is_static, may_lack_scale=is_static)
 
 
 def modelopt_layouts(config: Config) -> list[Layout]:
@@ -161,24 +189,24 @@ METHODS = {
     "awq": Method(awq_layouts, "bits w_bit group_size q_group_size version format", AWQ_HARMLESS),
     COMPRESSED: Method(
         compressed_layouts,
-        "config_groups format sparsity_config",
+        "config_groups format sparsity_config transform_config",
         "quantization_status global_compression_ratio run_compressed moe_sparsity_config",
-        fixed=dict(
-            kv_cache_scheme=(None,),
-            transform_config=(None, {}),
-        ),
+        fixed=dict(kv_cache_scheme=(None,)),
         of_layer=by_targets,
+        inputs=inputs_of_layer,
     ),
     "fp8": Method(
         fp8_layouts,
-        "weight_block_size",
-        "activation_scheme dequantize scale_fmt",
+        "weight_block_size activation_scheme",
+        "dequantize scale_fmt",
         fixed=dict(fmt=("e4m3", None), modules_to_convert=(None, []), kv_cache_scheme=(None,)),
+        inputs=fp8_inputs,
     ),
     "modelopt": Method(
         modelopt_layouts,
         "quant_algo group_size",
         "producer exclude_modules config_groups kv_cache_quant_algo kv_cache_scheme",
+        inputs=modelopt_inputs,
     ),
     "fbgemm_fp8": Method(lambda config: [float_quantized()], "", "activation_scale_ub"),
     "bitsandbytes": Method(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,24 +47,21 @@ from lessons.toolbox.model.places import (
     stored_name,
     turning_last,
 )
-from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog, open_file
+from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog
+from reference.checkpoints.codes import KEPT_DENSE, Codes
 from reference.checkpoints.float_layouts import is_tiled, mxfp4
 from reference.checkpoints.inputs import Rounding
 from reference.checkpoints.layouts import Parts
-from reference.checkpoints.quantization_config import Stored as StoredAs
-from reference.checkpoints.quantization_config import read_layouts
+from reference.checkpoints.quantization_config import Says, StoredAs, read_layouts
 from reference.checkpoints.quantized_experts import QuantizedExperts
+from reference.checkpoints.transforms import Matrices, rotated
 
 if TYPE_CHECKING:
     from lessons.l17_tree_speculation.heads.heads import MTPDraft
 
-# what the quantization_config says of a layer, by its name in the file
-Says = Callable[[str], StoredAs | None]
 # a product of inputs that are rounded first: (matrix, rounding, product of numbers) -> the matrix
 # as it takes it, and itself
 Rounded = Callable[[QuantizedWeight, Rounding, Multiply], tuple[QuantizedWeight, Multiply]]
-# Latent attention multiplies by the rows of this matrix, so it is read as numbers.
-KEPT_DENSE = "kv_b_proj"
 
 
 def load_quantized(
@@ -136,6 +132,7 @@ def fill_quantized(
     codes = Codes(stored)
     given = replace_linears(model, codes, says, multiply, device, rounded)
     replace_experts(model, codes, multiply, device)
+    matrices = Matrices(codes, says.turns, device)
     plain = {key: entry for key, entry in stored.items() if key not in codes.taken}
     for entry in plain.values():
         if entry.dtype not in STORED_DTYPES:
@@ -145,40 +142,10 @@ def fill_quantized(
             )
     given = {name: tensor.to(device, dtype) for name, tensor in given.items()}
     fill(model, folder, plain, given, device, dtype)
-
-
-class Codes:
-    """The stored tensors of quantized matrices; `taken` notes which have been read."""
-
-    def __init__(self, stored: dict[str, Stored]):
-        self.stored, self.taken = stored, set()
-        # {layer: its name in the file}, which may have something before it, as "model."
-        self.names = {}
-        for key, entry in stored.items():
-            layer = key.rpartition(".")[0]
-            self.names[layer] = entry.name.removesuffix(key.removeprefix(layer))
-        self.open = cache(open_file)  # each file once
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.stored
-
-    def parts(self, key: str, ends: tuple[str, ...]) -> Parts:
-        """Those that are stored as key + end, by their ends."""
-        found = {end: self.stored[key + end] for end in ends if key + end in self.stored}
-        self.taken.update(key + end for end in found)
-        # clone, because a tensor of the file would change or crash with it
-        return {end: self.open(x.file).get_tensor(x.name).clone() for end, x in found.items()}
-
-    def skip_empty_bias(self, key: str) -> None:
-        """AutoGPTQ stores a bias of zeros for layers that have none."""
-        if key + "bias" in self and not self.parts(key, ("bias",))["bias"].any():
-            return
-        self.taken.discard(key + "bias")  # loading what is left will refuse it by name
-
-    def where(self, key: str) -> str:
-        """A layer as an error names it."""
-        entry = next(x for name, x in self.stored.items() if name.startswith(key))
-        return f"layer {key.rstrip('._')} in {entry.file}"
+    try:
+        rotated(model, says.turns, matrices, codes)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def replace_linears(
@@ -206,15 +173,17 @@ def replace_linears(
         if layer not in codes.names:
             continue
         try:
-            said = says(codes.names[layer]) or StoredAs([])
+            said = says.of(codes.names[layer]) or StoredAs([])
             layout = next((x for x in said.layouts if key + x.marker in codes), None)
             if layout is None:
                 continue
             weight = layout.read(codes.parts(key, layout.ends), (rows[place.key], place.shape[1]))
             weight = rows_of(weight, place, name, model).to(device)
             beside, product = codes.parts(key, layout.unread), multiply
+            rounding = None
             if said.inputs is not None and rounded is not None and not name.endswith(KEPT_DENSE):
                 rounding = said.inputs.read(beside)
+            if rounding is not None:
                 weight, product = rounded(weight, rounding.to(device), multiply)
         except ValueError as error:
             raise CheckpointError(f"{codes.where(key)}: {error}") from error
@@ -223,7 +192,9 @@ def replace_linears(
         if name.endswith(KEPT_DENSE):
             given[f"{name}.weight"] = weight.dequantize()
         else:
-            model.set_submodule(name, QuantizedLinear(weight, linear.bias, product))
+            model.set_submodule(
+                name, QuantizedLinear(weight, linear.bias, product, rounding is not None)
+            )
     return given
 
 

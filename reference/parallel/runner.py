@@ -53,11 +53,13 @@ class RemoteHidden(NamedTuple):
 
 
 class DistributedRunner:
-    """In the place of ModelRunner. held: what each rank holds (Held). No graphs, taps or
-    pictures."""
+    """In the place of ModelRunner. held: what each rank holds (Held). companions: run a step of no
+    token with each step of this one. No graphs, taps or pictures.
+    """
 
     captured = features = sight = None
     new_batch = None  # of the workers
+    companions: Sequence["DistributedRunner"] = ()
     new_scheduler = ChunkedScheduler  # as in ModelRunner
 
     def __init__(
@@ -98,7 +100,14 @@ class DistributedRunner:
             chunks = filled(chunks, self.late)
         self.talk.tell("run", chunks, tables, *([] if row_slots is None else [row_slots]))
         self.num_steps += 1
+        for other in self.companions:
+            other.run_empty()
         return RemoteHidden(self.num_steps)
+
+    def run_empty(self) -> None:
+        """A step of no token: the workers' experts serve the other replicas (lockstep.py)."""
+        self.talk.tell("run_empty")
+        self.num_steps += 1
 
     def copy(self, copies: list[Copy]) -> None:
         """As in ModelRunner."""

@@ -34,6 +34,7 @@ from reference.engine.model import default_place, gguf_products, load_model, loa
 from reference.engine.model_runner import ModelRunner
 from reference.engine.sampler import likeliest
 from reference.features.decode_graphs import Chunks
+from reference.parallel.experts import run_experts_alone, shared_layers, spread
 from reference.parallel.sampling import PartSampler, Sampled, Wanted, sample_part
 
 
@@ -132,6 +133,21 @@ class Worker:
         """
         self.hidden = self.runner.run(chunks, tables, row_slots)
 
+    def run_empty(self) -> None:
+        """Take part in a step of other replicas: their rows come to this rank's experts."""
+        run_experts_alone(self.runner.model)
+
+    def place_experts(self, placements: dict) -> None:
+        """Have the experts that placements give this rank: {layer: Placement}."""
+        from reference.parallel.balance import place_experts  # here, because few engines move any
+
+        model = self.model if self.runner is None else self.runner.model
+        place_experts(model, self.args, placements)
+
+    def expert_counts(self) -> dict[int, list[int]]:
+        """{layer: how often this rank's tokens chose each expert}, since the start."""
+        return {layer.index: layer.counts.tolist() for layer in shared_layers(self.runner.model)}
+
     def put_adapter(self, slot: int, layers: dict) -> None:
         """An adapter into a slot: {layer: LayerAdapter}, of the whole model."""
         self.adapters.put(slot, layers)
@@ -216,6 +232,8 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
     expert_parallel, place = args.enable_expert_parallel, default_place(device, dtype)
     if args.quantization is None and stored_method(args.model) is None:
         part = load_sharded(args.model, links, *place, expert_parallel)
+        if links.experts is not None:
+            spread(part, links, args)
     else:
         part = load_quantized_part(args, links, *place)
     return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model

@@ -386,7 +386,7 @@ WIRES = {  # name: (arguments of _spread after the seed, why)
 
 @check("23.4", {case: why for case, (_, why) in WIRES.items()}, seconds=5)
 def test_spread_wire(impl, case, seed):
-    """What goes to a rank, and comes back from it, is a row for each token that has experts there."""
+    """What goes to a rank and comes back is a row for each token that has experts there."""
     inputs, _ = _spread(seed, **WIRES[case][0])
     size, hidden, top_k = len(inputs["x"]), 40, inputs["chosen"][0].shape[1]
     held = len(inputs["experts"][0])

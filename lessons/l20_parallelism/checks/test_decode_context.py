@@ -157,7 +157,8 @@ def test_decoders_share_tokens_and_give_the_logits_of_one_process(seed):
 
 
 BUGS = {
-    "parts are averaged": ("exp_difference(lse, of_all.logsumexp(0))", "torch.full_like(lse, 1 / group.size)"),
+    "parts are averaged": ("exp_difference(lse, of_all.logsumexp(0))",
+                           "torch.full_like(lse, 1 / group.size)"),
     "weights do not add up to 1": ("of_all.logsumexp(0)", "of_all.amax(0)"),
     "another rank keeps the token": ("is_mine = queries % size == rank",
                                      "is_mine = (queries + 1) % size == rank"),

@@ -14,7 +14,7 @@ Every figure is a prediction from published ones; nothing was measured for this 
   give one_shot the hops of LL and all of the bandwidth, and two_shot the hops of Simple. With that,
   an all-reduce of 0.5 to 4 MiB by four H100 is predicted within 15 % of the times that vLLM's pull
   request 24111 prints (a test has the table). Over PCIe, vLLM uses them for two GPUs at most.
-- nvls: the switch of NVLink 4 and 5 adds what passes through it (NVLink SHARP, NVLS). Each rank asks
+- nvls: the switch of NVLink 4 and 5 adds what passes through it (NVLink SHARP, NVLS). A rank asks
   it for the sum of one piece, and hands the sum to it once, for all. It has the hops of two_shot,
   and the links "nvls4" and "nvls5" have it; the others say what GPUs do without.
 

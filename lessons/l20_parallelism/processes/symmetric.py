@@ -31,13 +31,14 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 
 BLOCKS = 32  # programs of a kernel that may wait for each other, each with flags of its own
 LINE = 64  # bytes that a processor's caches keep together: a counter has a line of its own
+LOOKS, SLEEP_S = 500, 20e-6  # looks at a counter without a pause, and the pause after them
 FENCE = threading.Lock()
 
 
 class SymmetricMemory:
     """What all ranks of a group see. buffers: uint8, [num_bytes] of each rank; flags: int32,
-    [BLOCKS · size] of each rank, all 0 while no kernel runs; counters: int64, [1] of each rank, on a
-    CPU alone.
+    [BLOCKS · size] of each rank, all 0 while no kernel runs; counters: int64, [1] of each rank, on
+    a CPU alone.
     """
 
     def __init__(
@@ -79,8 +80,13 @@ class SymmetricMemory:
         self._counters[self.rank][0] = self.epoch
         deadline = time.monotonic() + self.timeout_s
         for peer in range(self.size):
+            looks = 0
             while self._counters[peer][0] < self.epoch:
-                os.sched_yield()  # because there may be fewer cores than ranks
+                looks += 1
+                if looks < LOOKS:
+                    os.sched_yield()
+                else:  # because it would take a core from the rank that it waits for
+                    time.sleep(SLEEP_S)
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {peer} did not come to a barrier in time")
         fence()  # what the others wrote before their counts is read after them
@@ -134,7 +140,7 @@ def shared_on_gpus(group: Group, num_bytes: int, device: torch.device) -> Symmet
     rank of the group has to call it. For the kernels alone: a barrier of the processor would wait
     for no GPU.
 
-    PyTorch's signal pads are our flags. Its own kernels use them in the same way: 0 while none runs.
+    PyTorch's signal pads are our flags. Its own kernels use them as ours do: 0 while none runs.
     """
     import torch.distributed._symmetric_memory as symmetric
 

@@ -8,10 +8,10 @@ With more ranks than KV heads, tensor parallelism copies heads: with 8 ranks MLA
 that each stores and reads 1/P of them, and the next token always goes to the next rank. But a rank
 has the queries of its own heads alone, and these need all tokens. So in each layer
 
-    1. all get the queries of all heads of the group                          all-gather
+    1. all get the queries of all heads of the group: an all-gather
     2. each attends with all of them to its own tokens
     3. each row of softmax is now in P parts. They are merged by lesson 8's rule, and each rank gets
-       the rows of its heads                                        all-gather of lse, reduce-scatter
+       the rows of its heads: an all-gather of lse and a reduce-scatter
 
 `attention_on_ranks` does it with lists, and merges (m, l, acc) as lesson 8 does. The processes send
 what a decode kernel returns, `out` and `lse`: with LSE = log Σ exp(lse) over the ranks, the row is

@@ -58,6 +58,16 @@ def test_the_record_has_what_the_code_counts():
     assert both < record["stale"]["placed for lessons, serving modules"]["0"]
 
 
+def test_the_record_of_few_moves():
+    """They never move more than they may, and 32 bring most of what a new placement brings."""
+    record = json.loads(balance.RECORD.read_text(encoding="utf-8"))
+    rows = {int(most): row for most, row in record["mended"].items()}
+    assert all(row["experts"] <= most for most, row in rows.items())
+    fresh = record["balance"]["lessons"]["32"]
+    assert rows[0]["balance"] - rows[32]["balance"] > 0.8 * (rows[0]["balance"] - fresh)
+    assert record["moves"]["from modules to lessons"]["as EPLB numbers ranks"]["experts"] == 277
+
+
 def test_tokens_take_copies_by_turns_unless_told(seed):
     chosen = balance.zipf()(64)
     placement = place(load_of(chosen, balance.EXPERTS).counts, 288, 32)

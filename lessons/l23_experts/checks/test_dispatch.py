@@ -5,8 +5,11 @@ they send is counted; planted slips are seen.
 import pytest
 import torch
 
+from lessons.l11_cuda_graphs.simulator import CaptureError, SimulatedGraphs
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
+from lessons.l23_experts import grouped, optimized
+from lessons.l23_experts.lab.moe_cases import DEVICE
 from lessons.l23_experts.lab.moe_ranks import (
     CONFIGS,
     SIZE,
@@ -18,7 +21,14 @@ from lessons.l23_experts.lab.moe_ranks import (
     tokens_of,
 )
 from lessons.l23_experts.more import naive_fp8
-from lessons.l23_experts.ranks.dispatch import MAX_TOKENS, FixedSlotsMoE, combined
+from lessons.l23_experts.ranks import experts
+from lessons.l23_experts.ranks.dispatch import (
+    MAX_TOKENS,
+    CountedDispatchMoE,
+    FixedSlotsMoE,
+    GatherScatterMoE,
+    combined,
+)
 from lessons.l23_experts.ranks.wire import Float8, Plain, read_message, write_message
 from lessons.toolbox.proof.numerics import assert_same_bits
 
@@ -37,9 +47,10 @@ def whole_layer(case):
         rows = naive_fp8.dequantized(*naive_fp8.quantize_groups(x)).to(x.dtype)
     weights, chosen = moe.gate(x)
     out = torch.zeros_like(x) if moe.shared_experts is None else moe.shared_experts(x)
-    for token, experts in enumerate(chosen.tolist()):
-        for place, expert in enumerate(experts):
-            out[token] += weights[token, place] * moe.experts[expert](rows[token])
+    for token, places in enumerate(chosen.tolist()):
+        for place, expert in enumerate(places):
+            share = weights[token, place] * moe.experts[expert](rows[token])
+            out[token] += share.to(out.dtype)
     return out
 
 
@@ -47,7 +58,8 @@ def right_cases(size, seed):
     split, wide = SPLITS[size], torch.float64
     cases = [Case(form, config, seed, wide, split) for form in SERVED for config in CONFIGS]
     cases += [Case(form, "deepseek_v3", seed, wide, split, row="Float8") for form in SERVED]
-    cases += [Case(form, "qwen3_moe", seed, split=split) for form in SERVED]
+    for dtype in (torch.float32, torch.bfloat16):
+        cases += [Case(form, "qwen3_moe", seed, dtype, split) for form in SERVED]
     one_has_all = (0,) * (size - 1) + (4,)
     cases += [Case(form, "mixtral", seed, wide, one_has_all) for form in SERVED]
     return cases + [Case(form, "mixtral", seed, wide, (0,) * size) for form in SERVED]
@@ -199,21 +211,42 @@ def test_ranks_are_added_in_their_order():
 @pytest.mark.parametrize("tokens, size", [(0, 256), (3, 300), (5, 128), (2, 7)])
 def test_a_message_is_read_as_it_was_written(form, tokens, size):
     x, weights = torch.randn(tokens, size).bfloat16(), torch.rand(tokens, 3)
-    experts = torch.randint(-1, 70000, (tokens, 3))
-    message = write_message(form, x, experts, weights)
+    chosen = torch.randint(-1, 70000, (tokens, 3))
+    message = write_message(form, x, chosen, weights)
     assert message.dtype == torch.uint8
     assert message.shape == (tokens, form.row_bytes(size, x.dtype) + 3 * 8)
     rows, numbers, read = read_message(form, message, x, weights)
-    assert torch.equal(numbers, experts) and torch.equal(read, weights)
+    assert torch.equal(numbers, chosen) and torch.equal(read, weights)
     assert rows.dtype == x.dtype
     is_exact = isinstance(form, Plain)
     expected = x if is_exact else naive_fp8.rounded(x).bfloat16()
     assert torch.equal(rows, expected)
 
 
+@torch.inference_mode()
+def test_a_graph_records_slots_and_nothing_that_waits_for_counts(seed, monkeypatch):
+    """Its replays follow the router's new choices. The other forms ask how many rows there are."""
+    monkeypatch.setattr(grouped, "ops_for", lambda *_: optimized)
+    monkeypatch.setattr(experts, "ops_for", lambda *_: optimized)
+    case = Case("slots", "deepseek_v3", seed, split=(3,))
+    moe, x = new_moe(CONFIGS[case.config], seed, case.dtype).to(DEVICE), tokens_of(case).to(DEVICE)
+    layer, graphs = FixedSlotsMoE(moe, Group.alone(), 4), SimulatedGraphs(warm_ups=0)
+    graph, out = graphs.capture(lambda: layer(x))
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert_equal(case, out, moe(x))
+    for form in (GatherScatterMoE, CountedDispatchMoE):
+        waiting = form(moe, Group.alone())
+        with pytest.raises(CaptureError, match="waits for the GPU"):
+            SimulatedGraphs(warm_ups=0).capture(lambda layer=waiting: layer(x))
+
+
 def test_more_tokens_than_slots_are_refused():
     moe = new_moe(CONFIGS["mixtral"], 0, torch.float32)
-    with pytest.raises(ValueError, match="x: got 5 tokens; accepted: at most max_tokens, 4"):
+    with pytest.raises(
+        ValueError, match="tokens of x: got 5; accepted: at most 4, which is max_tokens"
+    ):
         FixedSlotsMoE(moe, Group.alone(), 4)(torch.randn(5, SIZE))
     with pytest.raises(ValueError, match="max_tokens: got 0"):
         FixedSlotsMoE(moe, Group.alone(), 0)

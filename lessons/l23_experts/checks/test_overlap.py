@@ -10,6 +10,12 @@ from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l23_experts.lab import halves as lab
 from lessons.l23_experts.ranks import halves, overlap
+from lessons.l23_experts.ranks.dispatch import (
+    CountedDispatchMoE,
+    FixedSlotsMoE,
+    GatherScatterMoE,
+)
+from lessons.l23_experts.ranks.experts import SplitTokensMoE
 from lessons.l23_experts.ranks.halves import Line, Turns, in_turns
 from lessons.l23_experts.ranks.overlap import (
     COMPUTE,
@@ -135,9 +141,14 @@ def test_halves_take_turns_and_hide_the_line(seed):
     assert all(a[1] <= b[0] for a, b in pairwise(computing))
 
 
-def test_two_ranks_and_two_halves(seed):
+FORMS = (SplitTokensMoE, GatherScatterMoE, CountedDispatchMoE, FixedSlotsMoE)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_and_two_halves(form, seed):
     """Rows travel between processes, and ranks start their exchanges in the same order."""
-    ranks = run_ranks(2, lab.run_halves, 2, seed, 1e-7)
+    ranks = run_ranks(2, lab.run_halves, form, seed, 1e-7)
     for found in ranks:
         assert torch.equal(found["halves"], found["alone"])
         torch.testing.assert_close(found["halves"], found["whole"], rtol=1e-12, atol=1e-12)

@@ -30,6 +30,7 @@ from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l06_mla.moe import Router
 from lessons.l23_experts.lab import imbalance
 from lessons.l23_experts.ranks.load import load_of
+from lessons.l23_experts.ranks.mending import mended
 from lessons.l23_experts.ranks.placement import (
     Placement,
     by_number,
@@ -49,6 +50,7 @@ RECORD = ROOT / "results" / "counted" / "l23_balance.json"
 EXPERTS, TOP_K, RANKS, NODES, GROUPS = 256, 8, 32, 4, 8  # DeepSeek-V3's prefill: 32 GPUs
 REDUNDANT = (0, 32, 64, 128)
 STATISTICS, STEP = 8192, 4096  # tokens
+MOVES = (0, 4, 8, 16, 32, 64)
 # An expert of DeepSeek-V3 in FP8, and its layers that have experts.
 EXPERT_BYTES, LAYERS = 3 * 7168 * 2048, 58
 LAYER, WINDOW = 3, 512  # of models/tiny
@@ -75,15 +77,15 @@ def skewed() -> Source:
 
 
 @cache
-def mlp_inputs(kind: str) -> Tensor:
+def mlp_inputs(kind: str, num_tokens: int) -> Tensor:
     """What the MLP of layer LAYER of models/tiny reads for the tokens of such texts, "modules" or
-    "lessons": [T, hidden_size].
+    "lessons", in a drawn order: [T, hidden_size].
     """
     texts = corpus()[1]
     if kind == "lessons":
         pages = sorted((ROOT / "lessons").glob("l*/README.md"))
         texts = [page.read_text(encoding="utf-8") for page in pages]
-    wanted = (STATISTICS + STEP) // WINDOW
+    wanted = num_tokens // WINDOW
     windows = torch.from_numpy(token_stream(texts)[: wanted * WINDOW].copy()).view(wanted, WINDOW)
     model = Decoder.from_pretrained("models/tiny")
     seen: list[Tensor] = []
@@ -96,9 +98,9 @@ def mlp_inputs(kind: str) -> Tensor:
     return torch.cat(seen)[torch.randperm(wanted * WINDOW)]
 
 
-def of_texts(kind: str) -> Source:
-    """A random router, the same for all kinds of texts. The tokens go round."""
-    x = mlp_inputs(kind)
+def of_texts(kind: str, num_tokens: int = STATISTICS + STEP) -> Source:
+    """A random router, the same for all kinds of texts, on so many tokens, which go round."""
+    x = mlp_inputs(kind, num_tokens)
     config = MoEConfig(EXPERTS, TOP_K, 1)
     torch.manual_seed(SEED)
     router = Router(x.shape[1], config).requires_grad_(False)
@@ -145,6 +147,13 @@ def rows_of(source: Source, served: Source | None = None) -> dict:
     return found
 
 
+def doubled_of(source: Source) -> dict:
+    """Slots that gain nothing, by how many copies there are."""
+    loads = loads_of(source(STATISTICS))
+    copies = [redundant for redundant in REDUNDANT if redundant]
+    return {str(n): place(loads, EXPERTS + n, RANKS).num_doubled for n in copies}
+
+
 def moves_of(first: Source, second: Source) -> dict:
     """Experts that travel when the placement for one source becomes that for another, and GB of all
     layers if each is an expert of DeepSeek-V3.
@@ -159,6 +168,18 @@ def moves_of(first: Source, second: Source) -> dict:
         name: {"experts": count, "gb": size, "gb_a_gpu": size / RANKS}
         for name, count, size in zip(names, counts, gb)
     }
+
+
+def mended_of(first: Source, second: Source) -> dict:
+    """A placement for one source that serves another, after few moves by the loads of that."""
+    before = place(loads_of(first(STATISTICS)), EXPERTS + 32, RANKS)
+    loads, step = loads_of(second(STATISTICS)), second(STEP)
+    found = {}
+    for most in MOVES:
+        placement = mended(before, loads, most)
+        counts = {"experts": moved(before, placement), "balance": imbalance_of(step, placement)}
+        found[str(most)] = counts
+    return found
 
 
 def record_of() -> dict:
@@ -179,10 +200,12 @@ def record_of() -> dict:
             "placed for both, serving lessons": rows_of(both(modules, lessons), lessons),
             "placed for both, serving modules": rows_of(both(modules, lessons), modules),
         },
+        "doubled": {name: doubled_of(source) for name, source in sources.items()},
         "moves": {
             "from modules to lessons": moves_of(modules, lessons),
             "from modules to other modules": moves_of(modules, modules),
         },
+        "mended": mended_of(modules, lessons),
     }
 
 
@@ -195,6 +218,10 @@ def show(record: dict) -> None:
         for name, row in record[part].items():
             print(f"{name:38}" + "".join(f"{row[column]:16.2f}" for column in columns))
     print()
+    for name, counts in record["doubled"].items():
+        print(f"{name}: of so many copies so many are beside another of the same expert: {counts}")
+    for most, row in record["mended"].items():
+        print(f"at most {most} moves, from modules to lessons: {row['balance']:.2f} times the mean")
     for name, ways in record["moves"].items():
         for way, counts in ways.items():
             print(f"{name}, {way}: {counts['experts']} experts, {counts['gb_a_gpu']:.1f} GB a GPU")

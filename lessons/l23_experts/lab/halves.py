@@ -2,9 +2,9 @@
 
     python -m lessons.l23_experts.lab.halves --travel-ms 10
 
-Layers of experts run in this process, and their rows travel so long in each direction. In the place
-of attention a thread sleeps. The command draws what the threads did: "0" and "1" are the halves, a
-column is a piece of time.
+Layers of experts run in this process, and their rows travel so long in each direction. For what a
+GPU would compute a thread sleeps. The command draws what the threads did: "0" and "1" are the
+halves, a column is a piece of time.
 """
 
 import sys
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
+from lessons.l23_experts.grouped import GroupedExperts
 from lessons.l23_experts.naive import layer_config
 from lessons.l23_experts.ranks.experts import SplitTokensMoE
 from lessons.l23_experts.ranks.halves import Line, Span, in_turns
@@ -27,29 +28,53 @@ SIZE, EXPERTS, TOP_K, INNER = 64, 16, 4, 32
 COLUMNS = 72
 
 
-class Layer(nn.Module):
-    """A product of rows, which takes work_s at least, and a layer of experts. work_s stands in for
-    attention: a thread that sleeps uses no processor, so halves do not slow each other down.
+class SlowExperts(nn.Module):
+    """Experts that take row_s longer for each row. A thread that sleeps uses no processor, so
+    halves do not slow each other down.
     """
 
-    def __init__(self, group: Group, work_s: float):
+    def __init__(self, experts: GroupedExperts, row_s: float):
+        super().__init__()
+        self.experts, self.row_s = experts, row_s
+
+    def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """As GroupedExperts.rows: [T, H] -> [T · k, H]."""
+        time.sleep(self.row_s * chosen.numel())
+        return self.experts.rows(x, chosen)
+
+
+class Layer(nn.Module):
+    """A product of rows in the place of attention, and a layer of experts. token_s: what both
+    together take longer for each token, half of it in the experts.
+    """
+
+    def __init__(self, group: Group, token_s: float, kind: type[nn.Module]):
         super().__init__()
         moe = MoE(layer_config(SIZE, MoEConfig(EXPERTS, TOP_K, INNER, norm_topk_prob=True)))
-        self.work_s = work_s
+        self.token_s = token_s
         self.mix = nn.Linear(SIZE, SIZE, bias=False)
-        self.mlp = SplitTokensMoE(moe, group)
+        self.mlp = kind(moe, group)
+        if token_s:
+            self.mlp.experts = SlowExperts(self.mlp.experts, token_s / 2 / TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, SIZE] -> [T, SIZE]
         x = x + self.mix(x)
-        if self.work_s:
-            time.sleep(self.work_s * len(x))
+        time.sleep(self.token_s / 2 * len(x))
         return x + self.mlp(x)
 
 
-def new_model(group: Group, num_layers: int, seed: int, token_s: float = 0.0) -> nn.Sequential:
-    """Layers with random weights in float64, the same for the same seed on every rank."""
+def new_model(
+    group: Group,
+    num_layers: int,
+    seed: int,
+    token_s: float = 0.0,
+    kind: type[nn.Module] = SplitTokensMoE,
+) -> nn.Sequential:
+    """Layers with random weights in float64, the same for the same seed on every rank. kind: a form
+    of ranks/experts.py or ranks/dispatch.py; token_s is for SplitTokensMoE alone.
+    """
     torch.manual_seed(seed)
-    layers = nn.Sequential(*(Layer(group, token_s) for _ in range(num_layers)))
+    layers = nn.Sequential(*(Layer(group, token_s, kind) for _ in range(num_layers)))
     return layers.double().requires_grad_(False)
 
 
@@ -74,11 +99,11 @@ def both_ways(
     return *outs, spans
 
 
-def run_halves(world: Group, num_layers: int, seed: int, byte_s: float) -> dict:
-    """What a rank of a test computes: whole, halves: [T, SIZE] of its own tokens; alone: the halves
-    without turns; order: whose exchange was when.
+def run_halves(world: Group, kind: type[nn.Module], seed: int, byte_s: float) -> dict:
+    """What a rank of a test computes with two layers of a form: whole, halves: [T, SIZE] of its own
+    tokens; alone: the halves without turns; order: whose exchange was when.
     """
-    model, x = new_model(world, num_layers, seed), tokens_of(10, seed + world.rank)
+    model, x = new_model(world, 2, seed, kind=kind), tokens_of(10, seed + world.rank)
     whole, halves, spans = both_ways(model, x, world, byte_s)
     alone = torch.cat([model(half) for half in x.chunk(2)])
     order = [span.half for span in spans[1] if span.lane == NETWORK]

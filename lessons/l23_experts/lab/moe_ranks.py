@@ -154,9 +154,12 @@ def planted(bug: tuple[str, str] | None) -> Iterator[SimpleNamespace]:
 MESSAGES = ["read_message", "write_message"]
 
 
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
 def assert_equal(case: Case, out: Tensor, expected: Tensor) -> None:
     """Raise AssertionError unless out and expected: [T, hidden_size] agree to the dtype's
     rounding.
     """
-    tolerance = 1e-12 if case.dtype == torch.float64 else 2e-5
+    tolerance = TOLERANCES[case.dtype]
     assert (out - expected).norm() <= tolerance * expected.norm(), case

@@ -30,7 +30,7 @@ from lessons.l20_parallelism.processes.group import Group
 from lessons.l23_experts.ranks.experts import PlacesMoE, SplitTokensMoE, first_pairs
 from lessons.l23_experts.ranks.load import Load
 from lessons.l23_experts.ranks.wire import Float8, Plain, read_message, write_message
-from lessons.toolbox.model.arguments import check_whole
+from lessons.toolbox.model.arguments import check_whole, refuse
 
 PLAIN = Plain()
 MAX_TOKENS = 128  # of a rank in a step, DeepEP's example for decoding
@@ -48,7 +48,7 @@ class GatherScatterMoE(SplitTokensMoE):
     def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """As SplitTokensMoE.routed: [T, H] -> [T, H]."""
         # First how many tokens the longest has, because all must gather equally long tensors.
-        counts = self.group.all_gather(chosen.new_tensor([len(x)]), dim=0)
+        counts = self.group.all_gather(chosen.new_full((1,), len(x)), dim=0)
         height = int(counts.max())
         if not height:
             return torch.zeros_like(x)
@@ -132,7 +132,7 @@ class FixedSlotsMoE(PlacesMoE):
 
     A row is sent for each expert of a token, as in SplitTokensMoE. A collective sends empty slots
     as well, so here the bytes are those that DeepEP reserves. Its kernels write only full slots
-    into the receiver's memory, which are T · k.
+    into the receiver's memory, which are T · k: windows.py does that.
     """
 
     def __init__(
@@ -150,15 +150,22 @@ class FixedSlotsMoE(PlacesMoE):
         """As SplitTokensMoE.visit: [T, H] -> [T · k, H]. Raises ValueError for more tokens than
         slots.
         """
-        if len(x) > self.max_tokens:
-            raise ValueError(
-                f"x: got {len(x)} tokens; accepted: at most max_tokens, {self.max_tokens}"
-            )
+        self.check_room(x)
         pairs = first_pairs(chosen, self.num_experts, self.max_tokens)  # [E, max_tokens]
         full = (pairs < chosen.numel()).sum(1)  # [E], which travel beside the slots
-        num_own, size = len(self.own), self.group.size
-        full = self.group.all_to_all(full, self.experts_of_each, [num_own] * size)
-        slot = torch.arange(self.max_tokens, device=x.device)
-        number = torch.arange(num_own, device=x.device).repeat(size)[:, None]
-        expert = torch.where(slot < full[:, None], number, NOWHERE)  # [senders · own, max_tokens]
-        return self.visit_places(x, pairs, chosen.shape[1], expert.flatten(), self.form)
+        own = [len(self.own)] * self.group.size
+        full = self.group.all_to_all(full, self.experts_of_each, own)
+        return self.visit_places(x, pairs, chosen.shape[1], self.experts_of_slots(full), self.form)
+
+    def experts_of_slots(self, full: Tensor) -> Tensor:
+        """Which own expert runs each slot, NOWHERE for empty ones: [senders · own · max_tokens].
+        full: [senders · own], how many slots are full.
+        """
+        slot = torch.arange(self.max_tokens, device=full.device)
+        number = torch.arange(len(self.own), device=full.device).repeat(self.group.size)[:, None]
+        return torch.where(slot < full[:, None], number, NOWHERE).flatten()
+
+    def check_room(self, x: Tensor) -> None:
+        """Raise ValueError unless there is a slot for each of x: [T, H]."""
+        if len(x) > self.max_tokens:
+            refuse("tokens of x", len(x), f"at most {self.max_tokens}, which is max_tokens")

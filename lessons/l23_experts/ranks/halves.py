@@ -13,8 +13,8 @@ whose group hands the turn on before it waits:
 
 Only the thread that has the turn computes, so the halves do not compete for a GPU. Turns go round
 in a fixed order, even if the other half's rows are there first. So all ranks start their exchanges
-in the same order, which collectives need. vLLM's Dual Batch Overlap (vllm/v1/worker/ubatching.py) does the same
-with CUDA streams and events in the place of the line.
+in the same order, which collectives need. vLLM's Dual Batch Overlap (vllm/v1/worker/ubatching.py)
+does the same with CUDA streams and events in the place of the line.
 """
 
 import copy

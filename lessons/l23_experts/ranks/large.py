@@ -14,6 +14,8 @@ for ranks that wait for the busiest, or for SMs that communicate. So real steps 
 - Rows travel in FP8 with a scale for each 128 values, and come back in 16 bits.
 - A copy counts as an expert of its own. That is exact for the bytes in memory, and nearly so for
   how many GPUs a token reaches.
+- The router's groups limit the nodes of a token only where each node has whole groups. On other
+  numbers of nodes EPLB ignores groups, and so do we.
 
 Sources: DeepSeek-V3 (2024), sections 2.1, 3.3 and 3.4; DeepEP's docs/legacy.md for the links of an
 H800 ("~160 GB/s NVLink", "~50 GB/s" RDMA) and its two kinds of kernels.
@@ -27,7 +29,8 @@ from lessons.l01_roofline import calculators as calc
 from lessons.l01_roofline.planner.models import ModelShape
 from lessons.l20_parallelism.planner.links import LINKS, LL, Link, Machine
 from lessons.l23_experts.ranks.overlap import COMPUTE, NETWORK, Part, end_of, schedule
-from lessons.l23_experts.ranks.reach import places_reached
+from lessons.l23_experts.ranks.traffic import DTYPE, Layer, expected_ranks
+from lessons.l23_experts.ranks.wire import Float8, Plain
 from lessons.toolbox.measure.hardware import CHIPS
 from lessons.toolbox.model.arguments import check_whole, refuse
 
@@ -36,8 +39,7 @@ NVLINK_H800 = Link(
 )
 # an H100 but for its NVLink
 H800 = Machine(replace(CHIPS["h100"], name="H800"), NVLINK_H800, LINKS["ndr"])
-WEIGHT_BYTES, WIDE_BYTES = 1, 2  # FP8, and 16 bits
-GROUP = 128  # values of a row that share a float32 scale
+WEIGHT_BYTES, WIDE_BYTES = 1, DTYPE.itemsize  # FP8, and 16 bits
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,10 @@ class Wide:
 
     def reached(self, num_places: int) -> float:
         """Places, GPUs or nodes, that a token's rows go to, its own included if it is hit."""
-        groups = (self.num_groups, self.top_groups) if self.slots % self.num_groups == 0 else (1, 1)
-        return places_reached(self.slots, num_places, self.model.num_experts_per_tok, *groups)
+        groups = (1, 1) if self.num_groups % self.nodes else (self.num_groups, self.top_groups)
+        model = self.model
+        layer = Layer(self.slots, model.num_experts_per_tok, model.hidden_size, *groups)
+        return expected_ranks(layer, num_places)
 
     # ------------------------------------------------------------ memory
 
@@ -130,7 +134,7 @@ class Wide:
 # ---------------------------------------------------------------- what travels
 
 
-class Traffic(NamedTuple):
+class Sent(NamedTuple):
     """Rows that a token sends, in the mean: over NVLink within a node, and over RDMA. As many come
     back.
     """
@@ -144,28 +148,28 @@ class Traffic(NamedTuple):
         return max(nvlink_s, self.rdma_rows * row_bytes / machine.between.bytes_per_s)
 
 
-def forwarded(wide: Wide) -> Traffic:
+def forwarded(wide: Wide) -> Sent:
     """Once to each node over RDMA, and there once to each GPU over NVLink: DeepEP's normal kernels,
     for many tokens. A row crosses nodes by the GPU of the same number, which may be the right one.
     """
     nodes, box = wide.nodes, min(wide.gpus, wide.machine.gpus_per_box)
-    return Traffic(
+    return Sent(
         wide.reached(wide.gpus) * (box - 1) / box, wide.reached(nodes) * (nodes - 1) / nodes
     )
 
 
-def direct(wide: Wide) -> Traffic:
+def direct(wide: Wide) -> Sent:
     """To each expert by itself, over RDMA if it is on another node: DeepEP's low-latency kernels,
     for few tokens. The row for an expert on the own GPU is copied there, which is not counted.
     """
     k, gpus = wide.model.num_experts_per_tok, wide.gpus
     box = min(gpus, wide.machine.gpus_per_box)
-    return Traffic(k * (box - 1) / gpus, k * (gpus - box) / gpus)
+    return Sent(k * (box - 1) / gpus, k * (gpus - box) / gpus)
 
 
 def row_bytes(hidden_size: int) -> tuple[int, int]:
     """Of a row on its way to an expert, in FP8 with scales, and back in 16 bits."""
-    return hidden_size + 4 * (hidden_size // GROUP), WIDE_BYTES * hidden_size
+    return Float8().row_bytes(hidden_size, DTYPE), Plain().row_bytes(hidden_size, DTYPE)
 
 
 # ---------------------------------------------------------------- the parts of a layer
@@ -180,8 +184,8 @@ def product(wide: Wide, name: str, needs: tuple[str, ...], params: float, rows: 
     return Part(name, COMPUTE, needs, token_s, WEIGHT_BYTES * params / chip.memory_bytes_per_s)
 
 
-def layer_parts(wide: Wide, core_s: float, traffic: Traffic) -> list[Part]:
-    """A layer with experts. core_s: of the core of attention for each token; traffic: forwarded or
+def layer_parts(wide: Wide, core_s: float, sent: Sent) -> list[Part]:
+    """A layer with experts. core_s: of the core of attention for each token; sent: forwarded or
     direct.
     """
     model, machine = wide.model, wide.machine
@@ -193,9 +197,9 @@ def layer_parts(wide: Wide, core_s: float, traffic: Traffic) -> list[Part]:
     return [
         product(wide, "projections", (), model.attention_params, 1),
         Part("attention", COMPUTE, ("projections",), core_s),
-        Part("dispatch", NETWORK, ("attention",), traffic.seconds(out, machine), start_s=latency_s),
+        Part("dispatch", NETWORK, ("attention",), sent.seconds(out, machine), start_s=latency_s),
         product(wide, "experts", ("dispatch",), wide.slots_per_gpu * expert, share),
-        Part("combine", NETWORK, ("experts",), traffic.seconds(back, machine), start_s=latency_s),
+        Part("combine", NETWORK, ("experts",), sent.seconds(back, machine), start_s=latency_s),
         product(wide, "shared", ("attention",), model.num_shared_experts * expert, 1),
     ]
 
@@ -238,14 +242,12 @@ class WideStep(NamedTuple):
         return self.tokens / self.seconds
 
 
-def step(
-    wide: Wide, tokens: int, core_s: float, traffic: Traffic, halves: int, logits: int
-) -> WideStep:
+def step(wide: Wide, tokens: int, core_s: float, sent: Sent, halves: int, logits: int) -> WideStep:
     """All layers and the output head. tokens: of a GPU; halves: in how many batches they run, 1 or
     2; logits: rows that need the head. Layers without experts are not overlapped.
     """
     check_whole(tokens=tokens, halves=halves)
-    parts = layer_parts(wide, core_s, traffic)
+    parts = layer_parts(wide, core_s, sent)
     batches = [tokens * (n + 1) // halves - tokens * n // halves for n in range(halves)]
     pieces = schedule(parts, wide.moe_layers, batches)
     dense = [parts[0], parts[1], product(wide, "dense", (), wide.dense_params, 1)]
@@ -260,7 +262,7 @@ def step(
 
 
 LANES = (COMPUTE, NETWORK)
-Kernels = Callable[[Wide], Traffic]
+Kernels = Callable[[Wide], Sent]
 
 
 def decode(

@@ -75,6 +75,11 @@ class Placement:
         """The experts in a rank's slots."""
         return self.experts[rank * self.per_rank : (rank + 1) * self.per_rank]
 
+    @property
+    def num_doubled(self) -> int:
+        """Slots that gain nothing, because their rank has the same expert in another slot."""
+        return sum(self.per_rank - len(set(self.of_rank(rank))) for rank in range(self.size))
+
     def copies(self, device: torch.device | str = "cpu") -> Copies:
         """The same as tensors."""
         most = max(map(len, self.slots_of))

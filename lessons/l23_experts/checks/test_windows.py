@@ -1,0 +1,131 @@
+"""Slots that the sender writes into the receiver's memory give the same bits as slots that travel
+by an all-to-all, over many steps and whichever rank is slow; and planted bugs are seen.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.launch import run_ranks
+from lessons.l23_experts.lab.moe_ranks import CONFIGS, SIZE, new_moe
+from lessons.l23_experts.ranks import windows
+from lessons.l23_experts.ranks.dispatch import FixedSlotsMoE
+from lessons.l23_experts.ranks.windows import new_windows, slots_of
+from lessons.l23_experts.ranks.wire import Float8, Plain
+from lessons.toolbox.proof.numerics import assert_same_bits
+from lessons.toolbox.proof.planted import with_bug
+
+SLOTS, STEPS, DELAY_S = 6, 4, 0.05
+FORMS = {"16 bits": Plain(), "FP8": Float8()}
+
+
+@torch.no_grad()
+def steps_of(world: Group, config: str, form, dtype: torch.dtype, seed: int, bug=None) -> list:
+    """(what the windows give, what the all-to-all gives, bytes of both) of each step. Ranks have
+    different numbers of tokens in each. In turns one rank is slow before it writes rows, and
+    another one before it writes results.
+    """
+    moe = new_moe(CONFIGS[config], seed, dtype)
+    shape = CONFIGS[config].n_routed_experts, SLOTS
+    bytes_of = form.row_bytes(SIZE, dtype), SIZE * dtype.itemsize
+    module = windows if bug is None else with_bug(windows, Path(tempfile.mkdtemp()), *bug)
+    layer = module.WrittenSlotsMoE(moe, world, module.new_windows(world, *shape, *bytes_of), form)
+    twin = FixedSlotsMoE(moe, world, SLOTS, form)
+    step, run_experts, found = 0, layer.experts.rows, []
+
+    def slowly(*inputs):
+        time.sleep(DELAY_S * (step % world.size == (world.rank + 1) % world.size))
+        return run_experts(*inputs)
+
+    generator = torch.Generator().manual_seed(seed + world.rank)
+    for step in range(STEPS):
+        x = torch.randn((step + 2 * world.rank) % (SLOTS + 1), SIZE, generator=generator).to(dtype)
+        layer.experts.rows = run_experts
+        expected = twin(x)
+        layer.experts.rows = slowly
+        time.sleep(DELAY_S * (step % world.size == world.rank))
+        world.wire.clear()
+        found.append((layer(x), expected, world.wire.bytes["write"], len(x)))
+    return found
+
+
+def cases_of(world: Group, cases: list) -> list:
+    """steps_of each case."""
+    return [steps_of(world, *case) for case in cases]
+
+
+RIGHT = [
+    (config, form, dtype)
+    for config in ("mixtral", "deepseek_v3")
+    for form in FORMS.values()
+    for dtype in (torch.float64, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_written_slots_are_those_of_an_all_to_all(size, seed):
+    """And no more bytes than full slots have."""
+    cases = [(*case, seed) for case in RIGHT]
+    results = run_ranks(size, cases_of, cases) if size > 1 else [cases_of(Group.alone(), cases)]
+    for at, (config, form, dtype, _) in enumerate(cases):
+        row, back = form.row_bytes(SIZE, dtype), SIZE * dtype.itemsize
+        for step in range(STEPS):
+            of_ranks = [result[at][step] for result in results]
+            for got, expected, _, _ in of_ranks:
+                assert_same_bits(got, expected)
+            pairs = CONFIGS[config].num_experts_per_tok * sum(tokens for *_, tokens in of_ranks)
+            assert sum(sent for _, _, sent, _ in of_ranks) == pairs * (row + back)
+
+
+BUGS = {
+    "no rank waits for rows": (
+        "window.full[self.memory.rank] = full[peer]\n        self.memory.barrier()",
+        "window.full[self.memory.rank] = full[peer]",
+    ),
+    "no rank waits for results": (
+        "= results[sender][is_full]\n        self.memory.barrier()",
+        "= results[sender][is_full]",
+    ),
+    "the slots of another sender": (
+        "window.rows[self.memory.rank][place]",
+        "window.rows[peer][place]",
+    ),
+    "the counts of another receiver": ("= full[peer]", "= full[self.memory.rank]"),
+    "the row of another token": ("packed[pair // top_k]", "packed[pair % len(packed)]"),
+    "results of another sender": ("= results[sender][is_full]", "= results[sender - 1][is_full]"),
+    "a rank's experts begin at 0": ("first = self.memory.rank * num_own", "first = 0"),
+    "the last slot stays": (
+        "is_full = torch.arange(slots) <",
+        "is_full = 1 + torch.arange(slots) <",
+    ),
+    "the next pair's slot": (
+        "return from_bytes(came[chosen.flatten(), slot], x.dtype)",
+        "return from_bytes(came[chosen.flatten(), slot.roll(1)], x.dtype)",
+    ),
+}
+
+
+def test_bugs_are_seen(seed):
+    """Each on three ranks of a start."""
+    cases = [("deepseek_v3", Plain(), torch.float64, seed, bug) for bug in BUGS.values()]
+    results = run_ranks(4, cases_of, cases)
+    for at, bug in enumerate(BUGS):
+        steps = [step for result in results for step in result[at]]
+        same = all(torch.equal(got, expected) for got, expected, *_ in steps)
+        assert not same, f"unseen: {bug}"
+
+
+def test_the_slot_of_a_pair():
+    """How many pairs before it have the same expert."""
+    chosen = torch.tensor([[1, 0], [1, 2], [0, 1]])
+    assert slots_of(chosen, 3).tolist() == [0, 0, 1, 0, 1, 2]
+    assert slots_of(chosen[:0], 3).tolist() == []
+
+
+def test_experts_that_cannot_be_dealt_out_are_refused():
+    with pytest.raises(ValueError, match="num_experts: got 3; accepted: a multiple of 2"):
+        new_windows(Group([0, 1], 0), 3, 4, 8, 8)
