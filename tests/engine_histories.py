@@ -138,7 +138,9 @@ def logits_after(
     return logits
 
 
-def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engine:
+def new_engine(
+    house: House, faults: dict[int, str], kind: type[Engine], new_scheduler=ChunkedScheduler
+) -> Engine:
     size = house.num_blocks, house.block_size
     if house.cache is None:
         blocks = BlockManager(*size)
@@ -154,7 +156,7 @@ def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engi
     if house.host_blocks is not None:
         swap = HostSwap(Lender(runner.virtual.memory, blocks))
         how["host"] = Host(swap, house.host_blocks)
-    scheduler = ChunkedScheduler(blocks, **how)
+    scheduler = new_scheduler(blocks, **how)
     runner.rules = (ChunkedRules if house.enable_chunked_prefill else Rules)(scheduler)
     return kind(runner, scheduler, None, LONGEST)
 

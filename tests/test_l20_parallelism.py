@@ -200,9 +200,9 @@ def test_the_readme_quotes_the_prefill_and_where_it_loses():
     assert both in README
     assert f"efficiency is `{100 * per_gpu(SMALL, 8):.0f} %`" in README
     assert f"efficiency of `{100 * per_gpu(LARGE, 4):.0f} %` at most" in README
-    quiz = sums_of(SMALL) * fewest_bytes(2, row_bytes(SMALL, 32))
-    assert f"{sums_of(SMALL)} sums of 32 · 4096 · 2 bytes" in README
-    assert f"{quiz / 1e6:.1f} MB.</details>" in README
+    latents = kv_bytes_per_token(find_model("deepseek-v3")) / 1024
+    assert f"61 · 576 · 2 bytes are {latents:.1f} KiB." in README and "61 layers" in README
+    assert f"every eighth token: {latents / 8:.1f} KiB in the mean" in README
     assert f"{fewest_bytes(4, 8):.0f} MB in {WAYS['ring'].rounds(4)} rounds" in README
     assert f"One shot: 3 · 8 = {WAYS['one_shot'].bytes_sent(4, 8):.0f} MB" in README
     step = one_user(LARGE, 8)

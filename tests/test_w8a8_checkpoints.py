@@ -101,11 +101,11 @@ def definition(x, weight, bias, rounding: Rounding):
     return out if bias is None else out + bias
 
 
-def with_static(folder, scale: float, zero: int | None = None):
+def with_static(folder, scale: float, zero: int | None = None, name: str = "input_scale"):
     """The same checkpoint with a scale of inputs beside each matrix."""
     tensors = load_file(folder / "model.safetensors")
     layers = [x.rpartition(".")[0] for x in tensors if x.endswith(".weight_scale")]
-    tensors |= {f"{layer}.input_scale": torch.tensor([scale]) for layer in layers}
+    tensors |= {f"{layer}.{name}": torch.tensor([scale]) for layer in layers}
     if zero is not None:
         zeros = torch.tensor([zero], dtype=torch.int8)
         tensors |= {f"{layer}.input_zero_point": zeros.clone() for layer in layers}
@@ -250,6 +250,49 @@ def test_schemes_that_it_does_not_have_are_one_line(activations, said, tmp_path)
     assert "\n" not in str(error.value)
 
 
+FP8_FILES = {
+    # quantization_config, the scale's name in the file or None, and what the layers do
+    "modelopt": (dict(quant_method="modelopt", quant_algo="FP8"), "input_scale", True),
+    "modelopt, weights alone": (dict(quant_method="modelopt", quant_algo="FP8"), None, None),
+    "modelopt, tokens": (
+        dict(quant_method="modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+        None,
+        False,
+    ),
+    "autofp8": (dict(quant_method="fp8", activation_scheme="static"), "input_scale", True),
+    "transformers": (
+        dict(quant_method="fp8", activation_scheme="static"),
+        "activation_scale",
+        True,
+    ),
+    "tokens": (dict(quant_method="fp8", activation_scheme="dynamic"), None, False),
+}
+
+
+@pytest.mark.parametrize("name", FP8_FILES)
+def test_other_fp8_files_round_their_inputs(name, tmp_path):
+    """ModelOpt's and those without tiles: a scale beside the matrix, each token's own, or none."""
+    config, scale, is_static = FP8_FILES[name]
+    folder = stored(tmp_path, "fp8, one scale", None)
+    if scale is not None:
+        with_static(folder, float(SCALE), name=scale)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    ours, x = load_model(folder, "cpu", "float64"), torch.randn(7, 64).double()
+    for part in layers(ours):
+        assert part.rounds_inputs == (is_static is not None)
+        if part.in_features == 64 and is_static is not None:
+            rounding = Rounding("fp8", True, SCALE if is_static else None)
+            wanted = definition(x, part.quantized, part.bias, rounding)
+            torch.testing.assert_close(part(x), wanted, atol=1e-5, rtol=1e-5)
+    if name in ("autofp8", "transformers"):
+        tensors = load_file(folder / "model.safetensors")
+        few = {key: x for key, x in tensors.items() if not key.endswith(scale)}
+        save_file(few, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match="input_scale: got None; accepted: one number"):
+            load_model(folder, "cpu")
+
+
 def test_a_scale_of_a_whole_step_is_each_token_s_own():
     """Because a request's tokens must not depend on what else is in its batch."""
     whole = INT | dict(strategy="tensor", dynamic=True, symmetric=True)
@@ -298,6 +341,43 @@ def test_matrices_that_it_cannot_multiply_stay():
         assert eight_bits(QUANTIZERS[name](weight), {"int8": "fp8", "fp8": "int8"}[kind]) is None
         found = eight_bits(QUANTIZERS[name](weight), kind)
         assert torch.equal(found.dequantize(), QUANTIZERS[name](weight).dequantize())
+
+
+@pytest.mark.parametrize("matrix", ["int8", "int4", "int4, zero points", "fp8", "fp8, one scale"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_is_written_is_what_is_read(matrix, kind, tmp_path):
+    """A byte for each whole number, and the same codes; transformers reads the same logits."""
+    random_model(LLAMA).save_pretrained(tmp_path / "plain")
+    plain, source = load_decoder(tmp_path / "plain"), str(tmp_path / "plain")
+    twin = quantized(plain, lambda _, x: QUANTIZERS[matrix](x.weight), dequantize_matmul)
+    write = partial(save_quantized, twin, source, tmp_path / "out")
+    if (matrix[:3], kind) == ("fp8", "int8"):
+        with pytest.raises(ValueError, match="activations: got 'int8'; accepted: fp8 for FP8"):
+            write("compressed-tensors", kind)
+        return
+    write("compressed-tensors", kind)
+    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert said["format"] == ("float-quantized" if matrix[:3] == "fp8" else "int-quantized")
+    ours = load_model(tmp_path / "out", "cpu")
+    assert all(part.rounds_inputs for part in layers(ours)) and len(layers(ours)) == 14
+    for mine, its in zip(layers(ours), layers(twin)):
+        assert torch.equal(mine.quantized.dequantize(), its.quantized.dequantize())
+    with pytest.raises(ValueError, match="got 'layers that round inputs as their checkpoint asks'"):
+        save_quantized(ours, source, tmp_path / "again", "compressed-tensors", kind)
+    with pytest.raises(ValueError, match="format: got 'gptq'; accepted: compressed-tensors, for"):
+        save_quantized(twin, source, tmp_path / "gptq", "gptq", kind)
+    with pytest.raises(ValueError, match="activations: got 'int4'; accepted: int8 or fp8"):
+        save_quantized(twin, source, tmp_path / "four", "compressed-tensors", "int4")
+    pytest.importorskip("compressed_tensors", reason="NOT RUN: compressed-tensors is not installed")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, device_map="cpu"
+    )
+    tokens = torch.randint(97, (11,))
+    with torch.no_grad():
+        wanted = theirs(tokens[None]).logits[0].float()
+    # the library's step of int8 is 1/127.5 of a token's largest value, vLLM's and ours 1/127
+    error = float((logits_of(ours, tokens) - wanted).norm() / wanted.norm())
+    assert error < (0.02 if kind == "fp8" else 0.15)
 
 
 @pytest.mark.parametrize("matrix, product", [("int8", "w8a8_matmul"), ("int4", "w4a8_matmul")])

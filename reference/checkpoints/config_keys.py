@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lessons.toolbox.model.arguments import refuse, shown
+from reference.checkpoints.inputs import Inputs
 from reference.checkpoints.layouts import Layout
 
 Config = dict[str, Any]
@@ -22,11 +23,16 @@ def same_for_all(config: Config, name: str) -> Config | None:
     return config
 
 
+def kept(config: Config) -> Inputs | None:
+    """How inputs are rounded where a method says nothing of them."""
+    return None
+
+
 class Method(NamedTuple):
     """One quant_method. layouts(config): those that its matrices may have, told apart by their
     markers. reads, harmless: keys, between blanks. fixed: keys and the values that change nothing.
     of_layer(config, name): the config with what it says of this layer alone; None: that the layer
-    is not quantized.
+    is not quantized. inputs(config): how a layer's inputs are rounded; None: not at all.
     """
 
     layouts: Callable[[Config], list[Layout]]
@@ -34,6 +40,7 @@ class Method(NamedTuple):
     harmless: str = ""
     fixed: dict[str, tuple] | None = None
     of_layer: Callable[[Config, str], Config | None] = same_for_all
+    inputs: Callable[[Config], Inputs | None] = kept
 
 
 def check_keys(config: Config, method: Method, within: str) -> None:

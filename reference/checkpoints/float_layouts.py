@@ -22,15 +22,17 @@ from lessons.l18_weight_quantization.weights import (
     Nf4Weight,
     QuantizedWeight,
 )
-from lessons.toolbox.model.arguments import shown
+from lessons.toolbox.model.arguments import refuse, shown
 from reference.checkpoints.layouts import (
     ACTIVATION_SCALES,
     FLOATS,
     Layout,
     Parts,
+    check_bits,
     expect,
     grouped,
     groups_of,
+    natural_codes,
 )
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -63,7 +65,16 @@ def int_quantized(bits: int = 8, group_size: int | None = None) -> Layout:
             zeros = (zeros.int() - low).to(torch.uint8)
         return grouped((codes - low).to(torch.uint8), scales, zeros, bits)
 
-    return Layout("int-quantized", "weight_scale", ends, read, unread=ACTIVATION_SCALES)
+    def write(weight: QuantizedWeight) -> Parts:
+        check_bits(weight, bits, "int-quantized")
+        if weight.order is not None:
+            refuse("int-quantized", "columns in another order", "GPTQ without act-order")
+        parts = {"weight": natural_codes(weight).int() + low, "weight_scale": weight.scales}
+        if weight.zeros is not None:
+            parts["weight_zero_point"] = weight.zeros.int() + low
+        return {end: x if end == "weight_scale" else x.to(torch.int8) for end, x in parts.items()}
+
+    return Layout("int-quantized", "weight_scale", ends, read, write, ACTIVATION_SCALES)
 
 
 def float_quantized(scale: str = "weight_scale", tile: bool = False) -> Layout:

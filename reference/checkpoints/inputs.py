@@ -1,7 +1,8 @@
 """How a checkpoint asks for a layer's inputs to be rounded, before they meet its matrix.
 
-Its scheme says how ("input_activations" of compressed-tensors), and beside the matrix may lie what
-calibration found: `input_scale`, and `input_zero_point` where zero need not be a code's middle.
+Its scheme says how ("input_activations" of compressed-tensors, "activation_scheme" of FP8), and
+beside the matrix may be what calibration found: `input_scale`, which transformers' FP8 calls
+`activation_scale`, and `input_zero_point` where zero need not be a code's middle.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from lessons.toolbox.model.arguments import refuse
 from reference.checkpoints.layouts import FLOATS, Parts
 
 KINDS = {"int": "int8", "float": "fp8"}  # compressed-tensors' types, and lesson 19's names
+SCALES = ("input_scale", "activation_scale")
 READS = "num_bits type strategy symmetric dynamic"
 HARMLESS = "observer observer_kwargs actorder scale_dtype zp_dtype group_size block_structure"
 
@@ -34,21 +36,27 @@ class Rounding(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a scheme says. is_static: the scale lies beside the matrix."""
+    """What a scheme says. is_static: the scale is beside the matrix. may_lack_scale: inputs of a
+    layer without one keep their type.
+    """
 
     kind: str
-    is_symmetric: bool
-    is_static: bool
+    is_symmetric: bool = True
+    is_static: bool = False
+    may_lack_scale: bool = False
 
-    def read(self, parts: Parts) -> Rounding:
-        """What the layer does. parts: those beside its matrix. Raises ValueError where its scale is
-        missing or of another shape.
+    def read(self, parts: Parts) -> Rounding | None:
+        """What the layer does; None: nothing. parts: those beside its matrix. Raises ValueError
+        where its scale is missing or of another shape.
         """
         if not self.is_static:
             return Rounding(self.kind, self.is_symmetric)
-        scale, zero = one_number(parts, "input_scale"), None
+        name = next((name for name in SCALES if name in parts), SCALES[0])
+        if name not in parts and self.may_lack_scale:
+            return None
+        scale, zero = one_number(parts, name), None
         if not bool(scale.isfinite()) or not bool(scale > 0):
-            raise ValueError(f"input_scale: got {scale.item()}; accepted: a finite number above 0")
+            raise ValueError(f"{name}: got {scale.item()}; accepted: a finite number above 0")
         if not self.is_symmetric:
             zero = one_number(parts, "input_zero_point")
         return Rounding(self.kind, self.is_symmetric, scale, zero)

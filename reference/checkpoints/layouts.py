@@ -13,7 +13,7 @@ computed anew, codes only move. Its `marker` tells a quantized layer from one th
     awq                  int32 along N, interleaved, [K, N / 8] zero, interleaved, [K / group, N /
                          8]
     pack-quantized       int32 along K, [N, K / 8]              zero, [N / 8, K / group]
-    int-quantized        int8, [N, K]                           int8, [N, 1], if there are any
+    int-quantized        int8, [N, K], also for 4 bits          int8, [N, K / group], or none
     float-quantized      float8, [N, K]                         none
     bitsandbytes, int8   int8, [N, K]                           none
     bitsandbytes, nf4    uint8, two a byte, [N · K / 2, 1]      none
@@ -136,7 +136,7 @@ def gptq(bits: int, group_size: int, zeros_less_one: bool = True) -> Layout:
     for one group a row. zeros_less_one: the first form of the format stores zero − 1, "gptq_v2"
     stores zero.
     """
-    each, lag, name = 32 // bits, int(zeros_less_one), "gptq" if zeros_less_one else "gptq_v2"
+    lag, name = int(zeros_less_one), "gptq" if zeros_less_one else "gptq_v2"
 
     def read(parts: Parts, shape: tuple[int, int]) -> GroupedInt:
         rows, columns = shape
@@ -155,7 +155,7 @@ def gptq(bits: int, group_size: int, zeros_less_one: bool = True) -> Layout:
         return grouped(codes, scales.T, zeros.T, bits, order)
 
     def write(weight: GroupedInt) -> Parts:
-        check_written(weight, bits, each, name)
+        check_written(weight, bits, name)
         codes, zeros = natural_codes(weight), zeros_of(weight).int() - lag & 2**bits - 1
         groups = torch.arange(codes.shape[1], device=codes.device) // weight.group_size
         g_idx = groups
@@ -190,13 +190,18 @@ def order_of(g_idx: Tensor, group_size: int) -> Tensor | None:
     return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
 
 
-def check_written(weight: QuantizedWeight, bits: int, each: int, name: str) -> tuple[int, int]:
-    """The matrix's shape. Raises ValueError for one that the layout cannot hold."""
+def check_written(weight: QuantizedWeight, bits: int, name: str) -> tuple[int, int]:
+    """The matrix's shape. Raises ValueError for one that does not fill words of 32 bits."""
+    check_bits(weight, bits, name)
+    check_words(*weight.shape, bits, name)
+    return weight.shape
+
+
+def check_bits(weight: QuantizedWeight, bits: int, name: str) -> None:
+    """Raise ValueError for another format, or for whole numbers of other bits."""
     if not isinstance(weight, GroupedInt) or weight.bits != bits:
         bits_of = f"{weight.bits} bits" if isinstance(weight, GroupedInt) else "no whole numbers"
         raise ValueError(f"{name}: got {type(weight).__name__}, {bits_of}; accepted: {bits} bits")
-    check_words(*weight.shape, bits, name)
-    return weight.shape
 
 
 def check_words(rows: int, columns: int, bits: int, name: str) -> None:
@@ -233,7 +238,7 @@ def awq(group_size: int) -> Layout:
         return grouped(columns_of(qweight).T, scales.T, columns_of(qzeros).T, 4)
 
     def write(weight: GroupedInt) -> Parts:
-        check_written(weight, 4, 8, "awq")
+        check_written(weight, 4, "awq")
         return {
             "qweight": words_of(natural_codes(weight).T),
             "qzeros": words_of(zeros_of(weight).T),
@@ -272,7 +277,7 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool = True) ->
         return grouped(from_words(packed, bits), scales, zeros, bits, order)
 
     def write(weight: GroupedInt) -> Parts:
-        rows, columns = check_written(weight, bits, each, "pack-quantized")
+        rows, columns = check_written(weight, bits, "pack-quantized")
         if weight.order is not None:
             raise ValueError(
                 "pack-quantized: got columns in another order; accepted: GPTQ without act-order, "

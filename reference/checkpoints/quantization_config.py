@@ -3,8 +3,8 @@
 config_keys.py reads the keys, compressed_config.py those of compressed-tensors, and per_layer.py
 what is said of single layers.
 
-Inputs count where compressed-tensors' schemes ask for them in 8 bits (inputs.py); the other methods
-here are read for their weights alone, and inputs keep the model's type.
+Inputs are rounded where compressed-tensors' schemes, ModelOpt's FP8 or FP8 without tiles ask for it
+(inputs.py); the other methods are read for their weights alone, and inputs keep the model's type.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def read_layouts(config: Config) -> Says:
         if own is None:
             return None
         stored = of_all if own is config else StoredAs(method.layouts(own))
-        return stored._replace(inputs=inputs_of_layer(own)) if name == COMPRESSED else stored
+        return stored._replace(inputs=method.inputs(own))
 
     return Says(of, read_turns(config))
 
@@ -101,6 +101,27 @@ def fp8_layouts(config: Config) -> list[Layout]:
     if list(size) != [TILE, TILE] if isinstance(size, (list, tuple)) else True:
         refuse("quantization_config.weight_block_size", size, f"[{TILE}, {TILE}], or null")
     return [float_quantized("weight_scale_inv", tile=True)]
+
+
+def fp8_inputs(config: Config) -> Inputs | None:
+    """What activation_scheme says. Inputs of layers with tiles keep their type here: they would
+    have a scale for 128 numbers. Raises ValueError.
+    """
+    if config.get("weight_block_size") is not None:
+        return None
+    scheme = pick(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+    return Inputs("fp8", is_static=scheme == "static")
+
+
+def modelopt_inputs(config: Config) -> Inputs | None:
+    """FP8 has a scale for the matrix's inputs beside it, unless only weights were quantized; or
+    each token has its own. NVFP4's inputs keep their type.
+    """
+    algorithm = config["quant_algo"].lower()
+    if "nvfp4" in algorithm:
+        return None
+    is_static = algorithm == "fp8"
+    return Inputs("fp8", is_static=is_static, may_lack_scale=is_static)
 
 
 def modelopt_layouts(config: Config) -> list[Layout]:
@@ -172,17 +193,20 @@ METHODS = {
         "quantization_status global_compression_ratio run_compressed moe_sparsity_config",
         fixed=dict(kv_cache_scheme=(None,)),
         of_layer=by_targets,
+        inputs=inputs_of_layer,
     ),
     "fp8": Method(
         fp8_layouts,
-        "weight_block_size",
-        "activation_scheme dequantize scale_fmt",
+        "weight_block_size activation_scheme",
+        "dequantize scale_fmt",
         fixed=dict(fmt=("e4m3", None), modules_to_convert=(None, []), kv_cache_scheme=(None,)),
+        inputs=fp8_inputs,
     ),
     "modelopt": Method(
         modelopt_layouts,
         "quant_algo group_size",
         "producer exclude_modules config_groups kv_cache_quant_algo kv_cache_scheme",
+        inputs=modelopt_inputs,
     ),
     "fbgemm_fp8": Method(lambda config: [float_quantized()], "", "activation_scale_ub"),
     "bitsandbytes": Method(

@@ -180,10 +180,11 @@ def replace_linears(
             weight = layout.read(codes.parts(key, layout.ends), (rows[place.key], place.shape[1]))
             weight = rows_of(weight, place, name, model).to(device)
             beside, product = codes.parts(key, layout.unread), multiply
-            rounds = not (said.inputs is None or rounded is None or name.endswith(KEPT_DENSE))
-            if rounds:
-                rounding = said.inputs.read(beside).to(device)
-                weight, product = rounded(weight, rounding, multiply)
+            rounding = None
+            if said.inputs is not None and rounded is not None and not name.endswith(KEPT_DENSE):
+                rounding = said.inputs.read(beside)
+            if rounding is not None:
+                weight, product = rounded(weight, rounding.to(device), multiply)
         except ValueError as error:
             raise CheckpointError(f"{codes.where(key)}: {error}") from error
         if linear.bias is None:
@@ -191,7 +192,9 @@ def replace_linears(
         if name.endswith(KEPT_DENSE):
             given[f"{name}.weight"] = weight.dequantize()
         else:
-            model.set_submodule(name, QuantizedLinear(weight, linear.bias, product, rounds))
+            model.set_submodule(
+                name, QuantizedLinear(weight, linear.bias, product, rounding is not None)
+            )
     return given
 
 

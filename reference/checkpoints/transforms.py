@@ -161,13 +161,14 @@ class Rotation:
 
     def by_kernel(self, blocks: Tensor) -> Tensor:
         """Optimized, where the matrix is lesson 19's with signs: [T, n] -> [T, n] in its dtype."""
-        before, after = (signs.to(blocks.dtype) for signs in self.signs)
-        return rotate(blocks * before) * after
+        before, after = self.signs
+        blocks = rotate(blocks if before is None else blocks * before.to(blocks.dtype))
+        return blocks if after is None else blocks * after.to(blocks.dtype)
 
 
-def signs_of(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
-    """a: [n] and b: [n] of ±1 with matrix = diag(a) · H · diag(b) and lesson 19's symmetric H; None
-    where there are none, because the matrix is made from other small ones.
+def signs_of(matrix: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """a: [n] and b: [n] of ±1 with matrix = diag(a) · H · diag(b) and lesson 19's symmetric H; each
+    None if all are 1. None alone: there are no such signs, because the matrix is another one.
     """
     n = len(matrix)
     if n & (n - 1) or not is_known(n):  # H is symmetric for powers of two
@@ -176,7 +177,10 @@ def signs_of(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     after = matrix[0] * plain[0]
     before = (matrix * after)[:, 0] * plain[:, 0]
     is_same = torch.equal(before[:, None] * plain * after, matrix)
-    return (before, after) if is_same else None
+    if not is_same:
+        return None
+    before, after = (None if bool((signs == 1).all()) else signs for signs in (before, after))
+    return before, after
 
 
 # ---------------------------------------------------------------- a model with them

@@ -25,28 +25,36 @@ from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.checkpoint import SMALL_FILES, find_folder
 from lessons.toolbox.model.config_json import CheckpointError, read_json
 from lessons.toolbox.model.places import moves_rows, stored_name
-from reference.checkpoints.written_formats import FORMATS, LEFT_ALONE, Weights
+from reference.checkpoints.written_formats import FORMATS, LEFT_ALONE, Weights, rounding_inputs
 
-ROTATES = "compressed-tensors"
+COMPRESSED = "compressed-tensors"
 
 
-def save_quantized(model: Decoder, source: str, folder: str | Path, form: str) -> None:
+def save_quantized(
+    model: Decoder, source: str, folder: str | Path, form: str, activations: str | None = None
+) -> None:
     """Write `model` into a new folder. source: the checkpoint that it was made from, whose
-    config.json and tokenizer are copied. form: one of FORMATS. Raises ValueError for matrices that
-    the format cannot hold, and CheckpointError for a family whose checkpoints merge matrices.
+    config.json and tokenizer are copied. form: one of FORMATS. activations: "int8" or "fp8", what
+    every quantized layer's inputs shall be rounded to; None: they are not. Raises ValueError for
+    what the format cannot hold, and CheckpointError for a family whose checkpoints merge matrices.
     """
     if form not in FORMATS:
         refuse("format", form, ", ".join(FORMATS))
+    if activations is not None and form != COMPRESSED:
+        refuse("format", form, f"{COMPRESSED}, for inputs of 8 bits")
     folder = check_new_folder(folder)
     weights = quantized_layers(model)
     names = tensor_names(model)
     tensors = plain_tensors(model, names)
     if not weights:
         raise ValueError("model: got no quantized layer; accepted: one that `quantized` returned")
-    layout, config = FORMATS[form](weights)
+    if any(part.rounds_inputs for part in quantized_parts(model).values()):
+        refuse("model", "layers that round inputs as their checkpoint asks", "others")
+    plan = FORMATS[form](weights)
+    layout, config = plan if activations is None else rounding_inputs(plan, activations)
     turned = rotated_inputs(model)
-    if turned and form != ROTATES:
-        refuse("format", form, f"{ROTATES}, for a model with rotated inputs")
+    if turned and form != COMPRESSED:
+        refuse("format", form, f"{COMPRESSED}, for a model with rotated inputs")
     if turned:
         matrices, config["transform_config"] = as_transforms(turned)
         tensors |= matrices
@@ -75,10 +83,15 @@ def check_new_folder(folder: str | Path) -> Path:
 
 def quantized_layers(model: Decoder) -> Weights:
     """The quantized matrices by the names that a checkpoint of the family gives their layers."""
+    return {name: part.quantized for name, part in quantized_parts(model).items()}
+
+
+def quantized_parts(model: Decoder) -> dict[str, QuantizedLinear]:
+    """The layers themselves, by these names."""
     return {
-        f"model.{name_of(name, model)}": module.quantized
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
+        f"model.{name_of(name, model)}": part
+        for name, part in model.named_modules()
+        if isinstance(part, QuantizedLinear)
     }
 
 

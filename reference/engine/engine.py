@@ -53,7 +53,7 @@ class Engine:
         seed: int | None = None,
         speculation: Speculation | None = None,
     ):
-        self.runner, self.scheduler = runner, scheduler
+        self.runner, self.scheduler, self.device = runner, scheduler, runner.model.device
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.prompts = Prompts(tokenizer, runner, max_model_len)
         self.speculation = speculation
@@ -231,7 +231,7 @@ class Engine:
             self.scheduler.host.wait()
         self.note_scheduled(step)
         try:
-            with launching_on(self.runner.model.device):
+            with launching_on(self.device):
                 touched = self.run(step) if sequences else []
         except BaseException:
             for request in {sequence.request for sequence in sequences}:

@@ -24,6 +24,7 @@ from lessons.l12_paged_kv.runner import (
     step_batch,
 )
 from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from reference.engine.packed import packed
 
 if TYPE_CHECKING:  # features are imported where one is asked for
@@ -44,6 +45,8 @@ class ModelRunner:
     prepares the model for the usual one. groups: of its layers, each with blocks of its own; None:
     a block holds all layers.
     """
+
+    new_scheduler = ChunkedScheduler  # of an engine on it that does not speculate
 
     def __init__(
         self,

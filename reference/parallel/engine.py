@@ -26,8 +26,10 @@ from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
 from reference.features.composition import refuse_together
+from reference.parallel.ahead import RemoteAhead
 from reference.parallel.balance import first_placements
 from reference.parallel.experts import check_spread
+from reference.parallel.in_flight import InFlight, PipelinedScheduler
 from reference.parallel.lockstep import LockstepEngine
 from reference.parallel.processes import ProcessWorkers, Refused
 from reference.parallel.remote_sampler import RemoteSampler
@@ -103,15 +105,17 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
     _, dtype = default_place(args.device, None if args.dtype == "auto" else args.dtype)
     runner = DistributedRunner(talk, config, pool, max_model_len, held, dtype)
+    if (stages := args.pipeline_parallel_size) > 1:
+        runner.new_scheduler = partial(PipelinedScheduler, num_batches=stages)
     if args.enable_lora:
         from reference.parallel.adapters import RemoteAdapters  # here: it imports lesson 21
 
         runner.adapters = RemoteAdapters(talk, config, args)
     engine = engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args))
     engine.emit = RemoteSampler(runner, engine.speculation)  # in front of its class's
-    if args.async_scheduling:
-        from reference.parallel.ahead import RemoteAhead  # here: it imports lesson 25
-
+    if isinstance(engine.scheduler, PipelinedScheduler):
+        engine.run = InFlight(engine).run
+    elif args.async_scheduling:
         engine.run = RemoteAhead(engine).run
     return engine
 

@@ -46,8 +46,9 @@ class Refused(RankError):
 
 
 class Pipes:
-    """Orders to processes at the other ends of pipes, and their replies. One thread at a time may
-    call. first: the rank of the first. sent_bytes, heard_bytes: through all pipes so far.
+    """Orders to processes at the other ends of pipes, and their replies. One thread may give orders
+    while another collects. first: the rank of the first. sent_bytes, heard_bytes: through all pipes
+    so far.
     """
 
     first = sent_bytes = heard_bytes = 0
@@ -56,18 +57,13 @@ class Pipes:
         self.ranks = ranks
         self.pipes = [pipe for _, pipe in ranks]
 
-    def wait_until_ready(self) -> None:
-        """Until all have loaded their parts. Raises Refused, RankError."""
-        self.collect()
-
     def tell(self, order: bytes) -> None:
         """Send a pickled (method, arguments). Raises RankError if a worker is gone."""
         self.send(pickle.dumps((False, order)))
 
-    def ask(self, order: bytes) -> list:
-        """The same, and what it returned on each rank. Raises Refused, RankError."""
+    def ask(self, order: bytes) -> None:
+        """The same; `collect` returns what it returns on each rank. Raises RankError."""
         self.send(pickle.dumps((True, order)))
-        return self.collect()
 
     def send(self, message: bytes) -> None:
         """The same bytes to all. Raises RankError."""
@@ -79,7 +75,9 @@ class Pipes:
             raise self.cause() from None
 
     def collect(self) -> list:
-        """A reply of each rank. The first that is a complaint raises."""
+        """The next reply of each rank; the first says that it has loaded. The first that is a
+        complaint raises (Refused, RankError).
+        """
         replies, waiting = [None] * len(self.pipes), dict(zip(self.pipes, range(len(self.pipes))))
         while waiting:
             try:

@@ -40,7 +40,7 @@ class RemoteSampler:
         self, hidden: RemoteHidden, rows: list[int], sequences: list[EngineSequence]
     ) -> "Sampling":
         """Let the workers sample. rows: a row of the last step for each sequence, and for each of
-        its drafted tokens.
+        its drafted tokens. Without any, `read` waits until that step has run.
         """
         sampling = Sampling(self, sequences)
         told, likeliest, fetched, first = [], [], [], 0
@@ -60,7 +60,7 @@ class RemoteSampler:
         gone = [id for id, (sequence, _) in self.known.items() if sequence.finished]
         for id in gone:
             del self.known[id]
-        if likeliest or told:
+        if likeliest or told or not fetched:
             wanted = Wanted(likeliest, told, gone)
             sampling.reply = self.runner.ask_of(hidden, "sample", wanted)
         if fetched:
@@ -86,9 +86,10 @@ class RemoteSampler:
         return Told(sequence.row, rows, new, drafted, who, masks)
 
     def have(self, sequence: EngineSequence, count: int) -> None:
-        """The workers have `count` more of its tokens."""
-        _, before = self.known[sequence.row]
-        self.known[sequence.row] = sequence, before + count
+        """The workers have `count` more of its tokens, if it was not aborted meanwhile."""
+        if sequence.row in self.known:
+            _, before = self.known[sequence.row]
+            self.known[sequence.row] = sequence, before + count
 
 
 class Sampling:

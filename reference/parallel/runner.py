@@ -18,6 +18,7 @@ from torch import Tensor
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.more.swap import HostSwap, read_blocks, write_blocks
 from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Lender
 from lessons.toolbox.model.config import ModelConfig
 from reference.features.decode_graphs import Chunks
@@ -59,6 +60,7 @@ class DistributedRunner:
     captured = features = sight = None
     new_batch = None  # of the workers
     companions: Sequence["DistributedRunner"] = ()
+    new_scheduler = ChunkedScheduler  # as in ModelRunner
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """What the engine's process says to its workers, and what they say: orders, obeyed in turn, and
-replies to some of them.
+replies to some of them. One thread speaks and another listens, so that a step can be told while the
+reply to an earlier one is on its way.
 """
 
 import pickle
@@ -16,24 +17,26 @@ THREAD_S = 5.0  # how long the end of a thread is waited for
 
 class Workers(Protocol):
     """Who obeys: ProcessWorkers or RayWorkers. An order is a pickled (method of Worker,
-    arguments).
+    arguments). One thread may give orders while another collects.
     """
-
-    def wait_until_ready(self) -> None:
-        """Until all have loaded their parts. Raises Refused, RankError."""
 
     def tell(self, order: bytes) -> None:
         """Give an order to all. Raises RankError."""
 
-    def ask(self, order: bytes) -> list:
-        """The same; returns what each rank returns. Raises Refused, RankError."""
+    def ask(self, order: bytes) -> None:
+        """The same; what each rank returns can be collected. Raises RankError."""
+
+    def collect(self) -> list:
+        """Wait for what each rank returns to the oldest question that was not collected. Each
+        rank says first that it has loaded, without being asked. Raises Refused, RankError.
+        """
 
     def close(self) -> None:
         """End all of them."""
 
 
 class Talk:
-    """One thread that talks to the workers, so that Ctrl-C, which reaches the main thread alone,
+    """Two threads that talk to the workers, so that Ctrl-C, which reaches the main thread alone,
     never cuts a message in two. Orders are obeyed in the order in which they are given.
     """
 
@@ -41,11 +44,16 @@ class Talk:
         self.orders: SimpleQueue = SimpleQueue()
         self.workers = workers
         self.ended: Future = Future()  # holds the error that has ended it
-        told = workers, self.orders, self.ended
-        thread = threading.Thread(target=talk, args=told, name="talk", daemon=True)
-        thread.start()
+        failing, asked = Failing(workers, self.ended), SimpleQueue()
+        threads = [
+            threading.Thread(target=speak, args=(workers, self.orders, asked, failing)),
+            threading.Thread(target=listen, args=(workers, asked, failing)),
+        ]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
         # Not a method, because that would keep this object alive. It is called at exit, too.
-        self.close = weakref.finalize(self, end, workers, self.orders, thread)
+        self.close = weakref.finalize(self, end, workers, self.orders, threads)
 
     def tell(self, method: str, *arguments) -> None:
         """Let all workers do something. Whether it went well is found out by the next `ask`."""
@@ -79,34 +87,61 @@ class Talk:
         reply.result()
 
 
-def talk(workers: Workers, orders: SimpleQueue, ended: Future) -> None:
-    """The thread's body. The first error ends the workers; who asks later gets it, too."""
-    while True:
-        item = orders.get()
-        if item is None:
-            return
+class Failing:
+    """The first error ends the workers; who asks later gets it, too."""
+
+    def __init__(self, workers: Workers, ended: Future):
+        self.workers, self.ended = workers, ended
+        self.lock = threading.Lock()  # because both threads may find that a worker failed
+
+    def check(self) -> None:
+        """Raise the error, if there was one."""
+        if self.ended.done():
+            raise_again(self.ended.result())
+
+    def note(self, error: RankError, reply: Future | None) -> None:
+        """An error was met, by who waits for this reply."""
+        with self.lock:
+            if not self.ended.done():
+                self.workers.close()
+                self.ended.set_result(error)
+        if reply is not None:
+            reply.set_exception(self.ended.result())
+
+
+def speak(workers: Workers, orders: SimpleQueue, asked: SimpleQueue, failing: Failing) -> None:
+    """The body of the thread that gives orders. asked: replies that the other one waits for."""
+    while (item := orders.get()) is not None:
         reply, order = item
         try:
-            if ended.done():
-                raise_again(ended.result())
+            failing.check()
             if reply is None:
                 workers.tell(order)
-            else:
-                reply.set_result(
-                    workers.wait_until_ready() if order is None else workers.ask(order)
-                )
+            elif order is not None:
+                workers.ask(order)
         except RankError as error:
-            if not ended.done():
-                workers.close()
-                ended.set_result(error)
+            failing.note(error, reply)
+        else:
             if reply is not None:
-                reply.set_exception(error)
+                asked.put(reply)
+    asked.put(None)
 
 
-def end(workers: Workers, orders: SimpleQueue, thread: threading.Thread) -> None:
-    """End the workers and the thread."""
-    workers.close()  # first, because the thread may wait for them
-    end_thread(orders, thread)
+def listen(workers: Workers, asked: SimpleQueue, failing: Failing) -> None:
+    """The body of the thread that collects replies."""
+    while (reply := asked.get()) is not None:
+        try:
+            failing.check()
+            reply.set_result(workers.collect())
+        except RankError as error:
+            failing.note(error, reply)
+
+
+def end(workers: Workers, orders: SimpleQueue, threads: list[threading.Thread]) -> None:
+    """End the workers and the threads."""
+    workers.close()  # first, because the threads may wait for them
+    for thread in threads:
+        end_thread(orders, thread)
 
 
 def end_thread(orders: SimpleQueue, thread: threading.Thread) -> None:

@@ -6,6 +6,7 @@ decided in the engine's process, and every worker is told the same. So block tab
 ranks, and one of them is enough.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from lessons.l20_parallelism.shards.loading import load_sharded
 from lessons.l23_experts.grouped import grouped
 from lessons.toolbox.model.checkpoint import load_config
 from reference.checkpoints.any_checkpoint import GGUF, stored_method
+from reference.engine.assembly import new_runner
 from reference.engine.cache_memory import blocks_that_fit
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, gguf_products, load_model, load_quantized
@@ -56,6 +58,13 @@ class StageRunner(ModelRunner):
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor | None:
         """tokens: [T] -> hidden: [T, hidden_size] on the last stage, None on the others."""
         return run_stage(self.model, self.links, tokens, attend)
+
+    def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
+        """As in ModelRunner: this rank's part of the steps that only decode."""
+        from reference.parallel.stage_graphs import StageGraphs  # here, because only GPUs have any
+
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = StageGraphs(self.links, *what, most_each, self.adapters)
 
     @torch.inference_mode()
     def likeliest(self, hidden: Tensor, rows: list[int]) -> list[int]:
@@ -98,16 +107,16 @@ class Worker:
         """Make the pool. The model itself is kept by the runner alone, which may pack its
         matrices.
         """
-        size = num_blocks, self.args.block_size, max_model_len
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}
-        held = self.args.kv_cache_dtype, self.adapters
-        self.runner = self.new_runner(self.model, *size, *held)
-        del self.model
+        kind = partial(StageRunner, self.links)
+        args, model = self.args, self.model
+        self.runner = new_runner(args, num_blocks, model, max_model_len, self.adapters, kind=kind)
+        del self.model, model
         pool = self.runner.pool
         return Held(sum(weights.values()), pool.allocated_bytes, pool.bytes_per_token)
 
     def new_runner(self, *args, **arguments) -> ModelRunner:
-        """Of this rank's part. Steps are not captured as CUDA graphs yet."""
+        """Of this rank's part."""
         return StageRunner(self.links, *args, **arguments)
 
     # ------------------------------------------------------------ a step

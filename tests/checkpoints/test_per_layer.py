@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear
+from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.proof.planted import with_bug
 from reference.checkpoints import per_layer, words
 from reference.checkpoints.layouts import AWQ_ORDER, gptq
-from reference.checkpoints.quantization_config import PACKINGS
+from reference.checkpoints.quantization_config import METHODS, PACKINGS, read_layouts
 from reference.checkpoints.quantized_checkpoint import load_quantized
 from tests.test_deepseek import random_model
 from tests.test_quantized_checkpoints import CONFIGS, GPTQ, logits_of, with_config
@@ -68,6 +69,22 @@ def test_every_width_is_read_number_by_number(bits, lag, group):
         found = gptq(bits, group, lag == 1).read(parts, (N, K))
         assert torch.equal(found.dequantize(), wanted)
         assert found.bits == max(4, bits) and (found.zeros is None) == symmetric
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_act_order_in_every_width(bits):
+    """Groups of columns that are no neighbours (desc_act), number by number."""
+    parts, _ = by_stream((N, K), bits, GROUP, 1)
+    g_idx = (torch.randperm(K) // GROUP).int()
+    found = gptq(bits, GROUP).read(parts | {"g_idx": g_idx}, (N, K)).dequantize()
+    words = [[int(word) % 2**32 for word in column] for column in parts["qweight"].T.tolist()]
+    zeros = [[int(word) % 2**32 for word in row] for row in parts["qzeros"].tolist()]
+    for n, k in ((0, 0), (3, 10), (17, 21), (N - 1, K - 1), (N // 2, 42)):
+        code = sum(word << 32 * i for i, word in enumerate(words[n])) >> bits * k & 2**bits - 1
+        group = int(g_idx[k])
+        whole = sum(word << 32 * i for i, word in enumerate(zeros[group]))
+        zero = ((whole >> bits * n & 2**bits - 1) + 1) % 2**bits
+        assert float(found[n, k]) == (code - zero) * float(parts["scales"][group, n])
 
 
 BUGS = {
@@ -315,3 +332,84 @@ def test_quantize_config_json_alone(source, tmp_path):
     folder = written(source, tmp_path, None, lambda _, shape: by_stream(shape, 4, GROUP, 1))
     (folder / "quantize_config.json").write_text(json.dumps(config | {"damp_percent": 0.01}))
     assert_same_model(folder, 14)
+
+
+def test_the_lesson_lists_every_method():
+    """With AutoRound's packings."""
+    text = (REPOSITORY / "lessons/l18_weight_quantization/MORE.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    for method in METHODS:
+        assert any(f"`{method}`" in row for row in rows), method
+    named = re.findall(r"`(auto_round:\w+)`", text)
+    assert {PACKINGS[name] for name in named} == set(PACKINGS.values())
+
+
+# ---------------------------------------------------------------- any config at all
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "a": {
+            "targets": ["re:.*down_proj"],
+            "format": "int-quantized",
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "dynamic": True,
+            },
+        },
+        "b": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}},
+    },
+    "transform_config": {
+        "config_groups": {
+            "R4": {
+                "type": "hadamard",
+                "head_dim": 32,
+                "apply": [{"targets": ["re:.*down_proj"], "location": "input", "inverse": False}],
+            }
+        }
+    },
+}
+FILES = {
+    "gptq": GPTQMODEL,
+    "auto-round": auto_round("auto_round:auto_gptq", extra_config=EXTRA),
+    "compressed-tensors": COMPRESSED,
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+}
+ODD = (None, True, -1, 0, 3, 2.5, "", "re:(", "x", [], [1], {}, {"a": 1}, {"a": {}}, [{}], [[]])
+
+
+def changes(found):
+    """Every JSON value that differs from `found` in one place."""
+    yield from (odd for odd in ODD)
+    if isinstance(found, dict):
+        for key in found:
+            yield {name: x for name, x in found.items() if name != key}
+            yield from (found | {key: changed} for changed in changes(found[key]))
+        yield found | {"unknown": 1}
+    if isinstance(found, list):
+        for at in range(len(found)):
+            yield from ([*found[:at], changed, *found[at + 1 :]] for changed in changes(found[at]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_change_of_a_config_is_read_or_refused_in_one_line(name):
+    """One place at a time takes every odd value: never another error than ValueError."""
+    read = refused = 0
+    for config in changes(FILES[name]):
+        if not isinstance(config, dict) or not isinstance(config.get("quant_method"), str):
+            continue  # config_json.py refuses those
+        try:
+            says = read_layouts(config)
+            for layer in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"):
+                says.of(layer)
+            read += 1
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
+            refused += 1
+    assert refused > 10 and read + refused > 20

@@ -295,14 +295,12 @@ def test_a_rotation_is_its_definition():
 BUGS = {
     "the other way": ("matrix.T if is_inverse else matrix", "matrix"),
     "signs in one order": ("self.signs = self.signs[::-1]", "pass"),
-    "signs before alone": ("rotate(blocks * before) * after", "rotate(blocks * before)"),
+    "signs before alone": ("blocks if after is None else", "blocks if True else"),
+    "signs after alone": ("blocks if before is None else", "blocks if True else"),
     "shuffled one way": ("blocks = blocks[:, self.back]", "blocks = blocks[:, self.shuffle]"),
     "not shuffled back": ("blocks = blocks[:, self.shuffle]\n", "pass\n"),
     "too large": ("@ self.dense.to(numbers.dtype) / self.n**0.5", "@ self.dense.to(numbers.dtype)"),
-    "any matrix has signs": (
-        "return (before, after) if is_same else None",
-        "return (before, after)",
-    ),
+    "any matrix has signs": ("if not is_same:", "if False:"),
 }
 
 

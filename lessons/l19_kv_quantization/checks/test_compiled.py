@@ -4,7 +4,7 @@ import pytest
 
 from lessons.l12_paged_kv.lab.specs import KERNELS as LESSON_12
 from lessons.l19_kv_quantization.lab.specs import KERNELS
-from lessons.toolbox.proof.compiled import reports_of
+from lessons.toolbox.proof.compiled import Bounds, reports_of
 
 # Bytes. A tile of 4 bits is held to 128 registers, so that four programs fit on an SM.
 MAX_SPILL = {
@@ -13,6 +13,8 @@ MAX_SPILL = {
     "int4_decode_bf16_4x128_paged_listed_16_sm100": 24,
     "kivi_decode_bf16_3x64_paged_32_sm100": 24,
 }
+# FP8 attention of heads of 128 keeps what does not change in a loop in memory: 22 numbers a thread.
+SPILLS_OF_PRODUCTS = {"fp8_attention_128_paged": 88}
 NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 bytes
 
 
@@ -60,11 +62,22 @@ def test_4_bits_meet_8_in_products_of_8_bits():
     for report in reports:
         assert not report.error and not report.spill_bytes, report
         assert report.shared_bytes <= report.shared_limit_bytes, report
+        assert not report.serialized_wgmma, report
     found = {(r.name, r.chip): r.matrix_instruction for r in reports}
     assert found["w4a8_int8_4096_zeros", 90] == "IGMMA" and found["w4a8_int8_16", 80] == "IMMA"
     assert found["w4a8_fp8_4096_zeros", 90] == "QGMMA" and found["w4a8_fp8_16", 90] == "HMMA"
-    # whose compiler waits after each group, because its sum is needed before the next begins
-    assert {r.name for r in reports if r.serialized_wgmma} == {"w4a8_fp8_4096_zeros"}
+
+
+@pytest.mark.compiler
+def test_fp8_attention_multiplies_codes():
+    """Both products in 8 bits, and V is turned in registers: no byte is stored by itself."""
+    instruction = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}
+    Bounds(
+        "fp8_attention", spill_bytes=SPILLS_OF_PRODUCTS, loads_128bit=6, matrix=instruction
+    ).check(KERNELS)
+    (report,) = reports_of(KERNELS, "fp8_attention_128_paged_16", [90])
+    # A tile of V is 128 bytes a thread, 32 words, in each of the two loops; by bytes 256.
+    assert report.census["STS"] <= 128, report.census
 
 
 @pytest.mark.compiler

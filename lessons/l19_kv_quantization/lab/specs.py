@@ -9,6 +9,7 @@ from dataclasses import replace
 from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, in_window, listed_split
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
 from lessons.l19_kv_quantization.activations import w4a8
+from lessons.l19_kv_quantization.activations.attention.optimized import products_tiles
 from lessons.l19_kv_quantization.activations.hadamard import LEAST_SIDE, sides_of, warps_of
 from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
 from lessons.l19_kv_quantization.kernels import codes, hooks
@@ -159,7 +160,7 @@ def grouped_spec(name: str, codes: str, num_tokens: int, chips: tuple, zeros: bo
             "BLOCK_BYTES": w4a8.step_of(64),
             **blocks,
         },
-        num_warps=4,
+        num_warps=w4a8.warps_of(blocks["BLOCK_M"]),
         num_stages=3,
         divisible_by_16=(*strides[:2], "stride_ot", "num_outputs"),
         chips=chips,
@@ -186,6 +187,34 @@ def rotate_spec(n: int, dtype: str, chips: tuple) -> KernelSpec:
         num_warps=warps_of(blocks[0] * blocks[1], dtype == "fp32"),
         divisible_by_16=("stride_x", "stride_out"),
         chips=chips,
+    )
+
+
+def products_spec(chip: int, head_dim: int, page_size: int = 16, sees=causal) -> KernelSpec:
+    """fp8_prefill_kernel as fp8_prefill launches it, for a cache of a model in bfloat16."""
+    tiles = products_tiles(chip, head_dim)
+    plain = prefill_spec("bf16", head_dim, chip, page_size=page_size, sees=sees)
+    hooks_of_codes = (
+        "k_scale_ptr",
+        "v_scale_ptr",
+        "LOAD",
+        "LOAD_V",
+        "ROW_OF",
+        "BLOCK_D",
+        "BLOCK_DV",
+    )
+    kept = {key: x for key, x in plain.constexprs.items() if key not in hooks_of_codes}
+    return replace(
+        plain,
+        kernel=f"{ROOM}.activations.attention.kernel:fp8_prefill_kernel",
+        name=plain.name.replace("prefill_bf16", "fp8_attention"),
+        signature=plain.signature
+        | {"q_ptr": "*fp8e4nv", "k_ptr": "*fp8e4nv", "v_ptr": "*u8"}
+        | dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*bf16"),
+        constexprs=kept | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        divisible_by_16=(*plain.divisible_by_16, "stride_sh"),
     )
 
 
@@ -221,3 +250,5 @@ KERNELS += [
 # down_proj's inputs of the embedded model, and of models of 8192 and 11264
 KERNELS += [rotate_spec(n, "bf16", WITH_MATRIX_UNITS) for n in (1024, 8192, 11264)]
 KERNELS += [rotate_spec(1024, "fp32", WITH_MATRIX_UNITS)]
+KERNELS += [products_spec(chip, head_dim) for chip in WITH_E4M3 for head_dim in (64, 128, 256)]
+KERNELS += [products_spec(90, 128, page_size=48), products_spec(90, 128, sees=in_window)]

@@ -31,6 +31,7 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 
 BLOCKS = 32  # programs of a kernel that may wait for each other, each with flags of its own
 LINE = 64  # bytes that a processor's caches keep together: a counter has a line of its own
+LOOKS, SLEEP_S = 500, 20e-6  # looks at a counter without a pause, and the pause after them
 FENCE = threading.Lock()
 
 
@@ -79,8 +80,13 @@ class SymmetricMemory:
         self._counters[self.rank][0] = self.epoch
         deadline = time.monotonic() + self.timeout_s
         for peer in range(self.size):
+            looks = 0
             while self._counters[peer][0] < self.epoch:
-                os.sched_yield()  # because there may be fewer cores than ranks
+                looks += 1
+                if looks < LOOKS:
+                    os.sched_yield()
+                else:  # because it would take a core from the rank that it waits for
+                    time.sleep(SLEEP_S)
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {peer} did not come to a barrier in time")
         fence()  # what the others wrote before their counts is read after them

@@ -10,6 +10,12 @@ from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l23_experts.lab import halves as lab
 from lessons.l23_experts.ranks import halves, overlap
+from lessons.l23_experts.ranks.dispatch import (
+    CountedDispatchMoE,
+    FixedSlotsMoE,
+    GatherScatterMoE,
+)
+from lessons.l23_experts.ranks.experts import SplitTokensMoE
 from lessons.l23_experts.ranks.halves import Line, Turns, in_turns
 from lessons.l23_experts.ranks.overlap import (
     COMPUTE,
@@ -107,6 +113,21 @@ def test_when_halves_win_and_when_they_lose():
     assert gain(parts_of(0.1, 0.1, 0.1, 0.1, least=100), 8, 64) < 0.6
 
 
+@pytest.mark.parametrize("least", [0.0, 60.0])
+@pytest.mark.parametrize("network", [0.2, 1.0, 3.0])
+def test_over_many_layers_the_busier_lane_decides(network, least):
+    """MORE.md's rule, for 64 tokens in 32 layers: within a tenth, where each part of a half finds
+    one of the other half to hide behind.
+    """
+    parts = parts_of(1.0, network, 1.0, network, least)
+    one, two = (end_of(schedule(parts, 32, batches)) / 32 for batches in ([64], [32, 32]))
+    computes = 64 + max(64, least)
+    assert one == pytest.approx(computes + 2 * 64 * network)
+    halves = 2 * (32 + max(32, least))
+    assert two == pytest.approx(max(halves, 2 * 64 * network), rel=0.1)
+    assert (two < one) == (halves < one)
+
+
 def test_parts_are_checked():
     for parts, why in (
         ([Part("a", "disk", (), 1)], "the lane of a: got 'disk'"),
@@ -135,9 +156,14 @@ def test_halves_take_turns_and_hide_the_line(seed):
     assert all(a[1] <= b[0] for a, b in pairwise(computing))
 
 
-def test_two_ranks_and_two_halves(seed):
+FORMS = (SplitTokensMoE, GatherScatterMoE, CountedDispatchMoE, FixedSlotsMoE)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_and_two_halves(form, seed):
     """Rows travel between processes, and ranks start their exchanges in the same order."""
-    ranks = run_ranks(2, lab.run_halves, 2, seed, 1e-7)
+    ranks = run_ranks(2, lab.run_halves, form, seed, 1e-7)
     for found in ranks:
         assert torch.equal(found["halves"], found["alone"])
         torch.testing.assert_close(found["halves"], found["whole"], rtol=1e-12, atol=1e-12)

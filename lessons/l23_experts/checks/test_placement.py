@@ -16,6 +16,11 @@ from lessons.l23_experts.lab import placed_ranks
 from lessons.l23_experts.lab.moe_ranks import CONFIGS, SIZE, new_moe
 from lessons.l23_experts.naive import layer_config
 from lessons.l23_experts.ranks import naive_placement, placement
+from lessons.l23_experts.ranks.dispatch import (
+    CountedDispatchMoE,
+    FixedSlotsMoE,
+    GatherScatterMoE,
+)
 from lessons.l23_experts.ranks.experts import CapacityMoE, ExpertParallelMoE, SplitTokensMoE
 from lessons.l23_experts.ranks.load import load_of
 from lessons.l23_experts.ranks.placed import placed, placed_model
@@ -171,6 +176,15 @@ def placement_for(moe, x: torch.Tensor, size: int) -> Placement:
     return place(counts, (-(-num_experts // size) + 2) * size, size)
 
 
+FORMS = (
+    ExpertParallelMoE,
+    SplitTokensMoE,
+    GatherScatterMoE,
+    CountedDispatchMoE,
+    FixedSlotsMoE,
+)
+
+
 @pytest.mark.parametrize("choose", [in_turn, by_number])
 @pytest.mark.parametrize("config", CONFIGS)
 @torch.no_grad()
@@ -179,8 +193,9 @@ def test_a_placement_changes_no_output(config, choose, seed):
     wanted = moe(x)
     twin = placed(moe, placement_for(moe, x, 4), choose)
     alone = Group.alone()
-    layers = twin, ExpertParallelMoE(twin, alone), SplitTokensMoE(twin, alone)
-    for layer in (*layers, CapacityMoE(twin, alone, 100.0)):
+    layers = [twin, CapacityMoE(twin, alone, 100.0)]
+    layers += [form(twin, alone) for form in FORMS]
+    for layer in layers:
         torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moe(x), wanted, rtol=0, atol=0)  # the layer itself stays
 
@@ -193,9 +208,8 @@ def test_ranks_with_copies_equal_one_process(seed):
         moe, x, placement = placed_ranks.case_of(config, seed, 4)
         assert placement.per_rank * 4 > len(placement.slots_of)  # there are copies
         wanted = moe(x)
-        summed, own = zip(*results)
-        torch.testing.assert_close(torch.cat(own), wanted, rtol=1e-12, atol=1e-12)
-        for out in summed:
+        summed, *own = zip(*results)
+        for out in (*summed, *map(torch.cat, own)):
             torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
 
 

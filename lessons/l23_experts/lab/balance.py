@@ -77,15 +77,15 @@ def skewed() -> Source:
 
 
 @cache
-def mlp_inputs(kind: str) -> Tensor:
+def mlp_inputs(kind: str, num_tokens: int) -> Tensor:
     """What the MLP of layer LAYER of models/tiny reads for the tokens of such texts, "modules" or
-    "lessons": [T, hidden_size].
+    "lessons", in a drawn order: [T, hidden_size].
     """
     texts = corpus()[1]
     if kind == "lessons":
         pages = sorted((ROOT / "lessons").glob("l*/README.md"))
         texts = [page.read_text(encoding="utf-8") for page in pages]
-    wanted = (STATISTICS + STEP) // WINDOW
+    wanted = num_tokens // WINDOW
     windows = torch.from_numpy(token_stream(texts)[: wanted * WINDOW].copy()).view(wanted, WINDOW)
     model = Decoder.from_pretrained("models/tiny")
     seen: list[Tensor] = []
@@ -98,9 +98,9 @@ def mlp_inputs(kind: str) -> Tensor:
     return torch.cat(seen)[torch.randperm(wanted * WINDOW)]
 
 
-def of_texts(kind: str) -> Source:
-    """A random router, the same for all kinds of texts. The tokens go round."""
-    x = mlp_inputs(kind)
+def of_texts(kind: str, num_tokens: int = STATISTICS + STEP) -> Source:
+    """A random router, the same for all kinds of texts, on so many tokens, which go round."""
+    x = mlp_inputs(kind, num_tokens)
     config = MoEConfig(EXPERTS, TOP_K, 1)
     torch.manual_seed(SEED)
     router = Router(x.shape[1], config).requires_grad_(False)

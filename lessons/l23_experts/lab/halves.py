@@ -48,13 +48,14 @@ class Layer(nn.Module):
     together take longer for each token, half of it in the experts.
     """
 
-    def __init__(self, group: Group, token_s: float):
+    def __init__(self, group: Group, token_s: float, kind: type[nn.Module]):
         super().__init__()
         moe = MoE(layer_config(SIZE, MoEConfig(EXPERTS, TOP_K, INNER, norm_topk_prob=True)))
         self.token_s = token_s
         self.mix = nn.Linear(SIZE, SIZE, bias=False)
-        self.mlp = SplitTokensMoE(moe, group)
-        self.mlp.experts = SlowExperts(self.mlp.experts, token_s / 2 / TOP_K)
+        self.mlp = kind(moe, group)
+        if token_s:
+            self.mlp.experts = SlowExperts(self.mlp.experts, token_s / 2 / TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, SIZE] -> [T, SIZE]
         x = x + self.mix(x)
@@ -62,10 +63,18 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-def new_model(group: Group, num_layers: int, seed: int, token_s: float = 0.0) -> nn.Sequential:
-    """Layers with random weights in float64, the same for the same seed on every rank."""
+def new_model(
+    group: Group,
+    num_layers: int,
+    seed: int,
+    token_s: float = 0.0,
+    kind: type[nn.Module] = SplitTokensMoE,
+) -> nn.Sequential:
+    """Layers with random weights in float64, the same for the same seed on every rank. kind: a form
+    of ranks/experts.py or ranks/dispatch.py; token_s is for SplitTokensMoE alone.
+    """
     torch.manual_seed(seed)
-    layers = nn.Sequential(*(Layer(group, token_s) for _ in range(num_layers)))
+    layers = nn.Sequential(*(Layer(group, token_s, kind) for _ in range(num_layers)))
     return layers.double().requires_grad_(False)
 
 
@@ -90,11 +99,11 @@ def both_ways(
     return *outs, spans
 
 
-def run_halves(world: Group, num_layers: int, seed: int, byte_s: float) -> dict:
-    """What a rank of a test computes: whole, halves: [T, SIZE] of its own tokens; alone: the halves
-    without turns; order: whose exchange was when.
+def run_halves(world: Group, kind: type[nn.Module], seed: int, byte_s: float) -> dict:
+    """What a rank of a test computes with two layers of a form: whole, halves: [T, SIZE] of its own
+    tokens; alone: the halves without turns; order: whose exchange was when.
     """
-    model, x = new_model(world, num_layers, seed), tokens_of(10, seed + world.rank)
+    model, x = new_model(world, 2, seed, kind=kind), tokens_of(10, seed + world.rank)
     whole, halves, spans = both_ways(model, x, world, byte_s)
     alone = torch.cat([model(half) for half in x.chunk(2)])
     order = [span.half for span in spans[1] if span.lane == NETWORK]

@@ -13,11 +13,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lessons.l23_experts.lab import balance, large
+from lessons.l23_experts.lab import balance, large, stream
 from lessons.l23_experts.ranks.large import H800, Wide, decode_core_s, direct, layer_parts
 from lessons.l23_experts.ranks.overlap import COMPUTE, NETWORK, Piece, end_of, schedule
 from lessons.toolbox.draw.diagrams import gantt
 from lessons.toolbox.draw.figure import (
+    GREY,
     PALETTE,
     ROLES,
     ClassFigure,
@@ -60,6 +61,40 @@ def draw_balance() -> ClassFigure:
     ax.set_xlabel("where the experts are")
     ax.set_ylabel("busiest rank / mean (lower is better)")
     ax.set_ylim(bottom=0.8)
+    ax.grid(True, axis="y")
+    label_column(ax, labels)
+    return fig
+
+
+@style()
+def draw_stream() -> ClassFigure:
+    """The same, step by step while subjects change."""
+    rules = json.loads(stream.RECORD.read_text(encoding="utf-8"))["rules"]
+    anew, few = "anew, 8 steps", f"{stream.MOVES} moves, 8 steps"
+    fig, ax = frame(
+        f"Placed anew every {stream.INTERVAL} steps: even within a subject, uneven after each "
+        "change",
+        f"counted · {stream.STEP_TOKENS} tokens a step, 256 experts and 32 copies on 32 ranks, "
+        "random router over models/tiny",
+        (12, 5),
+    )
+    labels = []
+    for number, (name, label) in enumerate(
+        {"never": "never", anew: "anew", few: f"{stream.MOVES} moves"}.items()
+    ):
+        values = rules[name]["steps"]
+        label = f"{label}: {rules[name]['moved']} moved"
+        look = dict(color=(GREY, PALETTE[0], PALETTE[5])[number], lw=1.8)
+        ax.plot(range(len(values)), values, ls=(":", "-", "--")[number], **look)
+        labels.append((len(values) - 1, values[-1], label, look["color"]))
+    for number, subject in enumerate(stream.SUBJECTS):
+        first = number * stream.STEPS
+        ax.axvline(first, color=ROLES["floor"].colour, lw=0.8)
+        ax.text(first + 0.5, 2.1, subject, va="top", fontweight="bold")
+    ax.set_ylim(1, 2.15)
+    ax.set_xlim(0, len(stream.SUBJECTS) * stream.STEPS - 1)
+    ax.set_xlabel("steps")
+    ax.set_ylabel("busiest rank / mean (lower is better)")
     ax.grid(True, axis="y")
     label_column(ax, labels)
     return fig
@@ -168,6 +203,13 @@ PICTURES: dict[str, tuple[Callable[[], Figure], str]] = {
         "The busiest of 32 ranks over the mean, for experts in order, packed, and with 32, 64 and "
         "128 copies. With fresh statistics 32 copies bring all loads close to 1; with those of "
         "other texts 1.3 is left.",
+    ),
+    "stream": (
+        draw_stream,
+        "The busiest of 32 ranks over the mean, step by step, while texts change from Python "
+        "modules to English and back. Placements that are made anew every 8 steps are even within "
+        "a subject and uneven after each change, at the second one worse than none. 16 moves every "
+        "8 steps are in between.",
     ),
     "halves": (
         draw_halves,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l23_experts.lab.moe_ranks import CONFIGS, SIZE, new_moe
+from lessons.l23_experts.ranks.dispatch import CountedDispatchMoE
 from lessons.l23_experts.ranks.experts import ExpertParallelMoE, SplitTokensMoE
 from lessons.l23_experts.ranks.load import load_of
 from lessons.l23_experts.ranks.placed import placed
@@ -25,12 +26,15 @@ def case_of(config: str, seed: int, size: int) -> tuple:
 
 
 @torch.no_grad()
-def run_placed(world: Group, configs: list[str], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each config what this rank computes: [T, SIZE] of all tokens, and of its own."""
+def run_placed(world: Group, configs: list[str], seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each config what this rank computes: [T, SIZE] of all tokens, and of its own by two
+    forms.
+    """
     results = []
     for config in configs:
         moe, x, placement = case_of(config, seed, world.size)
         twin = placed(moe, placement)
         own = x.chunk(world.size)[world.rank]
-        results.append((ExpertParallelMoE(twin, world)(x), SplitTokensMoE(twin, world)(own)))
+        forms = SplitTokensMoE(twin, world), CountedDispatchMoE(twin, world)
+        results.append((ExpertParallelMoE(twin, world)(x), *(form(own) for form in forms)))
     return results
