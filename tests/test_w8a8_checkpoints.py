@@ -319,9 +319,12 @@ def test_schemes_are_told_apart_by_their_targets(tmp_path):
     others = {"layers.0.mlp.down_proj": "w8a8_matmul"}
     others |= dict.fromkeys((f"layers.{n}.self_attn.q_proj" for n in (0, 1)), "product")
     assert found == dict.fromkeys(found, "matmul") | others
+    groups["all"]["targets"] = ["re:.*(self_attn|mlp).*"]  # lm_head is numbers, and no target
+    file.write_text(json.dumps(config))
+    assert len(layers(load_model(folder, "cpu"))) == 14
     groups.pop("all")
     file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"k_proj in .* got no target that means this layer"):
+    with pytest.raises(CheckpointError, match="is I32, and no layer that the quantization_config"):
         load_model(folder, "cpu")
 
 

@@ -52,8 +52,8 @@ def schemes_of(config: Config) -> dict[str, Config]:
 
 
 def by_targets(config: Config, name: str) -> Config | None:
-    """The config with the one scheme that means a layer most closely. A single scheme means every
-    layer that is stored as codes. Raises ValueError where none of several does.
+    """The config with the one scheme that means a layer most closely; None where none of several
+    does. A single scheme means every layer that is stored as codes.
     """
     groups = schemes_of(config)
     if len(groups) < 2:
@@ -63,7 +63,7 @@ def by_targets(config: Config, name: str) -> Config | None:
         found = [(rank(one, name), one) for one in scheme.get("targets", [])]
         ranks += [(*one, group) for one in found if one[0] is not None]
     if not ranks:
-        raise ValueError("config_groups: got no target that means this layer; accepted: one")
+        return None
     group = min(ranks)[2]
     return config | {"config_groups": {group: groups[group]}}
 
