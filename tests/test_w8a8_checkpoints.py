@@ -250,6 +250,37 @@ def test_schemes_that_it_does_not_have_are_one_line(activations, said, tmp_path)
     assert "\n" not in str(error.value)
 
 
+def test_schemes_may_have_formats_of_their_own(tmp_path):
+    """ "mixed-precision": attention in FP8 with FP8 inputs, MLPs in 4 bits with inputs of 16."""
+    torch.manual_seed(0)
+    four = stored(tmp_path / "4", "int4", None)
+    torch.manual_seed(0)
+    eight = stored(tmp_path / "8", "fp8", FLOAT | TOKENS)
+    tensors = load_file(four / "model.safetensors")
+    tensors = {name: x for name, x in tensors.items() if "self_attn" not in name}
+    others = load_file(eight / "model.safetensors")
+    tensors |= {name: x for name, x in others.items() if "self_attn" in name}
+    save_file(tensors, four / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((four / "config.json").read_text())
+    said = config["quantization_config"]
+    other = json.loads((eight / "config.json").read_text())["quantization_config"]
+    (scheme,), (fp8,) = (x["config_groups"].values() for x in (said, other))
+    said["config_groups"] = {
+        "mlp": scheme | dict(targets=["re:.*mlp.*"]),
+        "attention": fp8 | dict(targets=["re:.*self_attn.*"]),
+    }
+    said["format"] = "mixed-precision"
+    (four / "config.json").write_text(json.dumps(config))
+    model = load_model(four, "cpu")
+    parts = {name: x for name, x in model.named_modules() if isinstance(x, QuantizedLinear)}
+    assert len(parts) == 14
+    assert all(x.rounds_inputs == ("self_attn" in name) for name, x in parts.items())
+    one = load_model(eight, "cpu")
+    for name in ("layers.0.self_attn.q_proj", "layers.1.self_attn.o_proj"):
+        mine, its = (x.get_submodule(name).quantized.dequantize() for x in (model, one))
+        assert torch.equal(mine, its)
+
+
 FP8_FILES = {
     # quantization_config, the scale's name in the file or None, and what the layers do
     "modelopt": (dict(quant_method="modelopt", quant_algo="FP8"), "input_scale", True),

@@ -14,8 +14,6 @@ from reference.checkpoints.layouts import Layout, pack_quantized
 from reference.checkpoints.nvfp4_layouts import nvfp4_pack_quantized
 from reference.checkpoints.per_layer import rank
 
-MIXED = "mixed-precision"  # says that each scheme has a format of its own
-
 
 def compressed_layouts(config: Config) -> list[Layout]:
     """A layout for each scheme. Raises ValueError for one that is not read here."""
