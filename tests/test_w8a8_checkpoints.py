@@ -411,7 +411,7 @@ def test_what_is_written_is_what_is_read(matrix, kind, tmp_path):
         wanted = theirs(tokens[None]).logits[0].float()
     # the library's step of int8 is 1/127.5 of a token's largest value, vLLM's and ours 1/127
     error = float((logits_of(ours, tokens) - wanted).norm() / wanted.norm())
-    assert error < (0.02 if kind == "fp8" else 0.15)
+    assert error < (0.06 if kind == "fp8" else 0.15)
 
 
 @pytest.mark.parametrize("matrix, product", [("int8", "w8a8_matmul"), ("int4", "w4a8_matmul")])
