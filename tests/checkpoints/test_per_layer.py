@@ -340,6 +340,14 @@ def test_quantize_config_json_alone(source, tmp_path):
     folder = written(source, tmp_path, None, lambda _, shape: by_stream(shape, 4, GROUP, 1))
     (folder / "quantize_config.json").write_text(json.dumps(config | {"damp_percent": 0.01}))
     assert_same_model(folder, 14)
+    (folder / "quantize_config.json").unlink()
+    for odd, said in (
+        ("5", "got 5; accepted: None, or an object"),
+        ("null", "has no quantization_config"),
+    ):
+        (folder / "hf_quant_config.json").write_text(f'{{"quantization": {odd}}}')
+        with pytest.raises(CheckpointError, match=said):
+            load_quantized(folder)
 
 
 def test_the_lesson_lists_every_method():
