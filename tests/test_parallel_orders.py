@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -59,6 +60,37 @@ def test_an_order_is_what_it_was_when_it_was_given():
         runner.logits(RemoteHidden(0), [0])
     runner.close()
     assert workers.has_ended
+
+
+class Slow(Obedient):
+    """Replies wait until they may be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.may.set()
+        self.may_reply = threading.Event()
+
+    def collect(self):
+        assert self.may_reply.wait(10)
+        return super().collect()
+
+
+def test_a_step_is_told_while_the_reply_to_an_earlier_one_is_on_its_way():
+    workers = Slow()
+    runner = new_runner(workers)
+    replies = []
+    for token in (7, 8):
+        hidden = runner.run([([token], 3)], [[0]])
+        replies.append(runner.ask_of(hidden, "logits", [0]))
+    for _ in range(1000):
+        if len(workers.heard) == 4:
+            break
+        time.sleep(0.01)
+    assert [method for method, _ in workers.heard] == ["run", "logits"] * 2
+    assert not any(reply.done() for reply in replies)
+    workers.may_reply.set()
+    assert [reply.result()[1].shape for reply in replies] == [(1, 5)] * 2
+    runner.close()
 
 
 def test_after_a_failure_nothing_is_told_any_more():

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.shards.greedy import likeliest as likeliest_of_shards
 from reference import LLM, SamplingParams
 from reference.engine.engine import Engine
 from reference.engine.sampler import likeliest
@@ -223,6 +225,22 @@ def test_random_histories_with_drafts_verified_elsewhere(request):
     assert {way for way, drafted in ways if drafted} == {"likeliest", "sampled", "fetched"}
 
 
+def test_the_likeliest_of_shards_is_exact_and_finds_bad_rows():
+    """In float64, too; and nothing else is taken for a token. One rank, whose group says nothing."""
+    logits = torch.zeros(6, 5, dtype=torch.float64)
+    logits[0, 3], logits[0, 4] = 1.0, 1.0 + 1e-12
+    logits[1, 2] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 1] = torch.inf
+    logits[4, :4] = -torch.inf
+    tokens, logprobs = likeliest_of_shards(logits, 5, Group.alone())
+    assert tokens[[0, 4, 5]].tolist() == [4, 4, 0], "the first of equal ones"
+    assert logprobs.isfinite().tolist() == [True, False, False, False, True, True]
+    torch.testing.assert_close(logprobs[[0, 4, 5]], logits[[0, 4, 5]].log_softmax(-1).amax(-1))
+    tokens, _ = likeliest_of_shards(logits, 4, Group.alone())
+    assert tokens[0] == 3, "what is behind the vocabulary is no token"
+
+
 # ---------------------------------------------------------------- processes
 
 HOW = dict(detokenize=False, ignore_eos=True)
@@ -254,12 +272,18 @@ def every_wish(index: int) -> SamplingParams:
         dict(temperature=0.9, bad_words=["self", " def"], repetition_penalty=1.3),
         dict(temperature=0.7, allowed_token_ids=list(range(200, 900)), seed=4),
         dict(temperature=0, logprobs=0, min_tokens=5, stop="\n"),
+        dict(temperature=0, min_tokens=6, stop_token_ids=[*range(0, 4000, 2)]),
+        dict(
+            temperature=0,
+            max_tokens=26,
+            structured_outputs=StructuredOutputsParams(regex="(red green blue ){4}"),
+        ),
         dict(temperature=0),
         dict(n=3, best_of=4, temperature=1.1, top_k=40, seed=9),
         dict(temperature=0.9, logprobs=20, prompt_logprobs=2, logit_bias={7: 3.0}, seed=3),
         dict(temperature=0, presence_penalty=1.5, frequency_penalty=0.5),
     ]
-    return SamplingParams(max_tokens=9, **dict(seed=1) | wishes[index % len(wishes)])
+    return SamplingParams(**dict(seed=1, max_tokens=9) | wishes[index % len(wishes)])
 
 
 def tokens_and_logprobs(outputs) -> list:
@@ -276,7 +300,7 @@ def test_every_wish_is_sampled_in_the_workers(mesh, how):
     """And no logits travel, not even where drafts are verified."""
     changes = HOUSES[how]
     common = dict(dtype="float32", device="cpu", max_model_len=128, num_gpu_blocks_override=64)
-    prompts = ["def f(x):\n    return x\n\ndef g(x):\n    ", "import ", "a = 1\nb = 1\nc = "] * 3
+    prompts = ["def f(x):\n    return x\n\ndef g(x):\n    ", "import ", "a = 1\nb = 1\nc = "] * 4
     params, found = [every_wish(index) for index in range(len(prompts))], []
     for where in ({}, mesh):
         llm = LLM("models/tiny", **common, **where, **changes)
