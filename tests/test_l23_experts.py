@@ -11,8 +11,10 @@ import torch
 
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l23_experts.align import NOT_USED, align_in_python, most_tiles
-from lessons.l23_experts.lab import traffic, wire_error
+from lessons.l23_experts.lab import large, traffic, wire_error
+from lessons.l23_experts.lab.balance import EXPERT_BYTES, LAYERS, RANKS
 from lessons.l23_experts.lab.benchmark import CPU_CACHE_BYTES, Shape, floor_bytes, layer_bytes
+from lessons.l23_experts.ranks.large import row_bytes
 from lessons.l23_experts.ranks.load import Load, capacity_of, load_of
 from lessons.l23_experts.ranks.placement import place, replicate
 from lessons.l23_experts.ranks.traffic import Layer, expected_ranks, slot_bytes, token_bytes
@@ -189,3 +191,23 @@ def test_more_quotes_the_error_of_fp8():
     assert f"makes of it {100 * errors['output'].mean:.1f} %" in MORE
     assert f"off by {100 * model.logits.mean:.1f} %" in MORE
     assert f"Its {model.first_difference} greedy tokens stay the same" in MORE
+
+
+def test_more_quotes_copies_and_many_gpus():
+    """Numbers of MORE.md that no comment holds."""
+    balance = json.loads((ROOT / "results/counted/l23_balance.json").read_text(encoding="utf-8"))
+    copies_gb = 32 * EXPERT_BYTES * LAYERS / RANKS / 1e9
+    assert f"32 for 32 GPUs are {copies_gb:.1f} GB on each" in MORE
+    moves = balance["moves"]["from modules to lessons"]["as EPLB numbers ranks"]
+    assert "which takes half a second at 50 GB/s" in MORE and 0.4 < moves["gb_a_gpu"] / 50 < 0.5
+    assert f"and moves {moves['experts']}." in MORE
+    both = [balance["stale"][f"placed for both, serving {text}"] for text in ("lessons", "modules")]
+    leaves = [row[way] for row in both for way in ("0", "32", "64", "128")]
+    assert "leave 1.2 to 1.3 for either" in MORE
+    assert min(leaves) > 1.15 and max(leaves) < 1.35
+    there, back = row_bytes(7168)
+    assert f"A row has {there} bytes on its way there" in MORE
+    assert f"and {back:,} back" in MORE
+    assert f"prints {large.INPUT.value:,.0f} input tokens/s" in MORE
+    assert f"of which {100 * large.CACHE_HITS} % came from a cache" in MORE
+    assert f"from {large.OUTPUT.value:,.0f} output tokens/s" in MORE

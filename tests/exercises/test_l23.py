@@ -356,7 +356,7 @@ def compare_spread(impl, inputs, want):
     ranks = Ranks(len(want))
     compare_ranks(call(impl, dict(inputs, ranks=ranks)), want)
     names = {name for name, _ in ranks.calls}
-    assert names == {"all_to_all"}, (
+    assert names == {"all_to_all"} or (len(want) == 1 and not names), (
         f"your collectives are {sorted(names) or 'none'}; rows travel by all_to_all only"
     )
 

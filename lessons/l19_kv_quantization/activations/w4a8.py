@@ -10,7 +10,9 @@ as in W8A8. It is outside of its group's sum:
 The inner sum has whole numbers alone. A code minus its zero point is a number from −15 to 15, which
 INT8 holds and E4M3, too (it has every whole number up to 16). So 4 bits become 8 in registers
 without any rounding, and a matrix unit multiplies them with the tokens' codes: int8 by int8 in
-int32, or E4M3 by E4M3 in float32 ("W4AFP8").
+int32, or E4M3 by E4M3 in float32 ("W4AFP8"). A byte's two codes are half a group apart, so a step
+is one product: the low halves beside the high ones. A group that is longer than a step, such as a
+whole row, applies its scale after each.
 
 Naive: `w4a8_by_numbers`. Optimized: `w4a8_matmul`.
 
@@ -80,6 +82,22 @@ def step_of(group_bytes: int) -> int | None:
 
 
 @triton.jit
+def in_order(packed):
+    """[N, bytes] -> [N, 2 · bytes] codes: the low halves of the bytes, then the high ones."""
+    pairs = tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1))  # [N, 2, bytes]
+    return tl.reshape(pairs, (packed.shape[0], 2 * packed.shape[1]))
+
+
+@triton.jit
+def zeros_of(zero_ptr, place, is_column):
+    """[N, 1] int16, at these places; 8 where the matrix has no zero points."""
+    if zero_ptr is None:
+        return 8
+    else:
+        return tl.load(zero_ptr + place, mask=is_column, other=0)[:, None].to(tl.int16)
+
+
+@triton.jit
 def w4a8_kernel(
     x_ptr,
     w_ptr,
@@ -113,27 +131,26 @@ def w4a8_kernel(
     w_row = w_ptr + column[:, None].to(tl.int64) * stride_wn
     IS_INT: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(num_groups):
-        zero = 8
-        if zero_ptr is not None:
-            place = column * stride_zn + group * stride_zg
-            zero = tl.load(zero_ptr + place, mask=is_column, other=0)[:, None].to(tl.int16)
-        part = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if IS_INT else tl.float32)
-        for start in tl.static_range(0, GROUP_BYTES, BLOCK_BYTES):
-            byte = start + tl.arange(0, BLOCK_BYTES)[None, :]
-            inside = byte < GROUP_BYTES
-            is_w, is_x = is_column[:, None] & inside, is_row[:, None] & inside
-            packed = tl.load(w_row + group * GROUP_BYTES + byte, mask=is_w, other=0)
-            for half in tl.static_range(2):  # the low halves of the bytes, then the high ones
-                k = (2 * group + half) * GROUP_BYTES + byte
-                x = tl.load(x_row + k, mask=is_x, other=0.0)
-                number = ((packed >> 4 * half) & 15).to(tl.int16) - zero
-                if IS_INT:
-                    part = tl.dot(x, tl.trans(number.to(tl.int8)), part, out_dtype=tl.int32)
-                else:
-                    eight = number.to(tl.float32).to(x.dtype)  # exact: at most 15
-                    # each step's sum is added in float32, because Hopper keeps 14 bits of it
-                    part = tl.dot(x, tl.trans(eight), part, max_num_imprecise_acc=BLOCK_BYTES)
+    both = tl.arange(0, 2 * BLOCK_BYTES)[None, :]
+    STEPS: tl.constexpr = (GROUP_BYTES + BLOCK_BYTES - 1) // BLOCK_BYTES
+    for step in range(num_groups * STEPS):
+        group, start = step // STEPS, step % STEPS * BLOCK_BYTES
+        byte = start + tl.arange(0, BLOCK_BYTES)[None, :]
+        is_w = is_column[:, None] & (byte < GROUP_BYTES)
+        packed = tl.load(w_row + group * GROUP_BYTES + byte, mask=is_w, other=0)
+        zero = zeros_of(zero_ptr, column * stride_zn + group * stride_zg, is_column)
+        number = in_order(packed).to(tl.int16) - zero
+        k = both
+        if STEPS > 1 or GROUP_BYTES != BLOCK_BYTES:
+            k = both // BLOCK_BYTES * GROUP_BYTES + start + both % BLOCK_BYTES
+        is_x = is_row[:, None] & (start + both % BLOCK_BYTES < GROUP_BYTES)
+        x = tl.load(x_row + 2 * group * GROUP_BYTES + k, mask=is_x, other=0.0)
+        if IS_INT:
+            part = tl.dot(x, tl.trans(number.to(tl.int8)), out_dtype=tl.int32)
+        else:
+            eight = number.to(tl.float32).to(x.dtype)  # exact: at most 15
+            # Hopper keeps 14 bits of a sum of E4M3 products: each step's is added in float32
+            part = tl.dot(x, tl.trans(eight), max_num_imprecise_acc=2 * BLOCK_BYTES)
         place = column * stride_sn + group * stride_sg
         scale = tl.load(w_scale_ptr + place, mask=is_column, other=0.0).to(tl.float32)
         acc += part.to(tl.float32) * scale[None, :]
@@ -148,6 +165,11 @@ def blocks_of(num_tokens: int) -> dict[str, int]:
     """w4a8_kernel's tiles. Few tokens take few rows, 16 at least, as a matrix unit does."""
     block_m = min(64, max(16, triton.next_power_of_2(num_tokens)))
     return {"BLOCK_M": block_m, "BLOCK_N": 64}
+
+
+def warps_of(block_m: int) -> int:
+    """Warps for a tile: with four, the sums of 64 tokens leave too few registers on Blackwell."""
+    return 8 if block_m >= 64 else 4
 
 
 def grouped_product(
@@ -195,7 +217,7 @@ def grouped_product(
             GROUP_BYTES=weight.group_size // 2,
             BLOCK_BYTES=step,
             **blocks,
-            num_warps=4,
+            num_warps=warps_of(blocks["BLOCK_M"]),
             num_stages=3,
         )
     return out

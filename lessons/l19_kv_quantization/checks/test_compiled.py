@@ -62,11 +62,10 @@ def test_4_bits_meet_8_in_products_of_8_bits():
     for report in reports:
         assert not report.error and not report.spill_bytes, report
         assert report.shared_bytes <= report.shared_limit_bytes, report
+        assert not report.serialized_wgmma, report
     found = {(r.name, r.chip): r.matrix_instruction for r in reports}
     assert found["w4a8_int8_4096_zeros", 90] == "IGMMA" and found["w4a8_int8_16", 80] == "IMMA"
     assert found["w4a8_fp8_4096_zeros", 90] == "QGMMA" and found["w4a8_fp8_16", 90] == "HMMA"
-    # whose compiler waits after each group, because its sum is needed before the next begins
-    assert {r.name for r in reports if r.serialized_wgmma} == {"w4a8_fp8_4096_zeros"}
 
 
 @pytest.mark.compiler

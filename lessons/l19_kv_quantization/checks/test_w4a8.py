@@ -109,23 +109,32 @@ def test_steps():
 
 
 WHOLE, TAIL = "groups of 128", "a tail in each group"
-NEIGHBOURS = "2 * (group * GROUP_BYTES + byte) + half"
 BUGS = [
     (WHOLE, "part.to(tl.float32) * scale[None, :]", "part.to(tl.float32)"),
     (WHOLE, "column * stride_sn + group * stride_sg", "column * stride_sn"),
-    (WHOLE, "(packed >> 4 * half) & 15", "(packed >> 4 - 4 * half) & 15"),
-    (WHOLE, "(2 * group + half) * GROUP_BYTES + byte", NEIGHBOURS),
+    (WHOLE, "tl.join(packed & 15, packed >> 4)", "tl.join(packed >> 4, packed & 15)"),
+    (
+        WHOLE,
+        "tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1))",
+        "tl.join(packed & 15, packed >> 4)",
+    ),
     (WHOLE, "acc *= tl.load(x_scale_ptr + row,", "acc *= tl.load(x_scale_ptr + 0 * row,"),
     ("zero points", "[:, None].to(tl.int16)", "[:, None].to(tl.int16) * 0 + 8"),
     ("zero points", "group * stride_zg", "0 * stride_zg"),
-    (TAIL, "inside = byte < GROUP_BYTES", "inside = byte >= 0"),
+    (TAIL, "(start + both % BLOCK_BYTES < GROUP_BYTES)", "(both >= 0)"),
+    (
+        TAIL,
+        "both // BLOCK_BYTES * GROUP_BYTES + start",
+        "both // BLOCK_BYTES * BLOCK_BYTES + start",
+    ),
 ]
 
 
 @pytest.mark.parametrize("shape, old, new", BUGS)
 def test_a_wrong_product_is_found(shape, old, new, seed, tmp_path):
     """A group's scale left out, the first group's for all, halves swapped, neighbours in a byte,
-    one scale for all tokens, zero points left out or the first group's, a tail of the next group.
+    one scale for all tokens, zero points left out or the first group's, a tail of the next group,
+    high halves that meet the inputs after the low ones.
     """
     buggy = with_bug(w4a8, tmp_path, old, new)
     with pytest.raises(NotEquivalent):

@@ -160,7 +160,7 @@ def grouped_spec(name: str, codes: str, num_tokens: int, chips: tuple, zeros: bo
             "BLOCK_BYTES": w4a8.step_of(64),
             **blocks,
         },
-        num_warps=4,
+        num_warps=w4a8.warps_of(blocks["BLOCK_M"]),
         num_stages=3,
         divisible_by_16=(*strides[:2], "stride_ot", "num_outputs"),
         chips=chips,

@@ -128,7 +128,7 @@ SUMMING = {
 
 def slow_reader(way: str) -> tuple[str, str]:
     """The last rank reads late, which no correct kernel minds."""
-    turns = f"{FIRST}\n    for _ in range(4000 * (rank == SIZE - 1)):\n        tl.debug_barrier()"
+    turns = f"{FIRST}\n    for _ in range(10000 * (rank == SIZE - 1)):\n        tl.debug_barrier()"
     return SUMMING[way], turns + SUMMING[way].removeprefix(FIRST)
 
 
@@ -208,7 +208,7 @@ def rank_with_bugs(world: Group, names: list[str], seed: int) -> dict[str, list[
             for number in range(ROUNDS):
                 x = part_of(world.rank, (VALUES,), torch.float32, seed + number)
                 if world.rank == 0:
-                    time.sleep(0.05)
+                    time.sleep(0.1)
                 found[name].append(function(x, memory))
             world.barrier()
     return found

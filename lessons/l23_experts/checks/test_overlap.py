@@ -113,6 +113,21 @@ def test_when_halves_win_and_when_they_lose():
     assert gain(parts_of(0.1, 0.1, 0.1, 0.1, least=100), 8, 64) < 0.6
 
 
+@pytest.mark.parametrize("least", [0.0, 60.0])
+@pytest.mark.parametrize("network", [0.2, 1.0, 3.0])
+def test_over_many_layers_the_busier_lane_decides(network, least):
+    """MORE.md's rule, for 64 tokens in 32 layers: within a tenth, where each part of a half finds
+    one of the other half to hide behind.
+    """
+    parts = parts_of(1.0, network, 1.0, network, least)
+    one, two = (end_of(schedule(parts, 32, batches)) / 32 for batches in ([64], [32, 32]))
+    computes = 64 + max(64, least)
+    assert one == pytest.approx(computes + 2 * 64 * network)
+    halves = 2 * (32 + max(32, least))
+    assert two == pytest.approx(max(halves, 2 * 64 * network), rel=0.1)
+    assert (two < one) == (halves < one)
+
+
 def test_parts_are_checked():
     for parts, why in (
         ([Part("a", "disk", (), 1)], "the lane of a: got 'disk'"),

@@ -2,6 +2,7 @@
 by an all-to-all, over many steps and whichever rank is slow; and planted bugs are seen.
 """
 
+import inspect
 import tempfile
 import time
 from pathlib import Path
@@ -12,19 +13,21 @@ import torch
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l23_experts.lab.moe_ranks import CONFIGS, SIZE, new_moe
-from lessons.l23_experts.ranks import windows
+from lessons.l23_experts.ranks import windows, windows_kernels
 from lessons.l23_experts.ranks.dispatch import FixedSlotsMoE
 from lessons.l23_experts.ranks.windows import new_windows, slots_of
+from lessons.l23_experts.ranks.windows_kernels import combine_kernel, dispatch_kernel
 from lessons.l23_experts.ranks.wire import Float8, Plain
-from lessons.toolbox.proof.numerics import assert_same_bits
+from lessons.toolbox.proof.numerics import assert_close_to_oracle, assert_same_bits
 from lessons.toolbox.proof.planted import with_bug
 
 SLOTS, STEPS, DELAY_S = 6, 4, 0.05
+PROGRAMS, WORDS = 3, 4  # of the kernels here, so that each program has several rows in blocks
 FORMS = {"16 bits": Plain(), "FP8": Float8()}
 
 
 @torch.no_grad()
-def steps_of(world: Group, config: str, form, dtype: torch.dtype, seed: int, bug=None) -> list:
+def steps_of(world: Group, writer: str, config: str, form, dtype, seed: int, bug=None) -> list:
     """(what the windows give, what the all-to-all gives, bytes of both) of each step. Ranks have
     different numbers of tokens in each. In turns one rank is slow before it writes rows, and
     another one before it writes results.
@@ -32,8 +35,16 @@ def steps_of(world: Group, config: str, form, dtype: torch.dtype, seed: int, bug
     moe = new_moe(CONFIGS[config], seed, dtype)
     shape = CONFIGS[config].n_routed_experts, SLOTS
     bytes_of = form.row_bytes(SIZE, dtype), SIZE * dtype.itemsize
-    module = windows if bug is None else with_bug(windows, Path(tempfile.mkdtemp()), *bug)
-    layer = module.WrittenSlotsMoE(moe, world, module.new_windows(world, *shape, *bytes_of), form)
+    module, kernels = windows, windows_kernels
+    if bug is not None and bug[0] in inspect.getsource(windows):
+        module = with_bug(windows, Path(tempfile.mkdtemp()), *bug)
+    elif bug is not None:
+        kernels = with_bug(windows_kernels, Path(tempfile.mkdtemp()), *bug)
+    kernels.BLOCKS = PROGRAMS
+    kernels.BLOCK = WORDS
+    writers = module.Windows if writer == "python" else kernels.KernelWindows
+    shared = module.new_windows(world, *shape, *bytes_of, kind=writers)
+    layer = module.WrittenSlotsMoE(moe, world, shared, form)
     twin = FixedSlotsMoE(moe, world, SLOTS, form)
     step, run_experts, found = 0, layer.experts.rows, []
 
@@ -59,26 +70,33 @@ def cases_of(world: Group, cases: list) -> list:
 
 
 RIGHT = [
-    (config, form, dtype)
+    (writer, config, form, dtype)
+    for writer in ("python", "kernels")
     for config in ("mixtral", "deepseek_v3")
     for form in FORMS.values()
     for dtype in (torch.float64, torch.bfloat16)
+    if writer == "python" or (config == "deepseek_v3") == (dtype == torch.bfloat16)
 ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_written_slots_are_those_of_an_all_to_all(size, seed):
+def test_written_slots_are_those_of_an_all_to_all(size, seed, proof):
     """And no more bytes than full slots have."""
     cases = [(*case, seed) for case in RIGHT]
+    errors = []
     results = run_ranks(size, cases_of, cases) if size > 1 else [cases_of(Group.alone(), cases)]
-    for at, (config, form, dtype, _) in enumerate(cases):
+    for at, (writer, config, form, dtype, _) in enumerate(cases):
         row, back = form.row_bytes(SIZE, dtype), SIZE * dtype.itemsize
         for step in range(STEPS):
             of_ranks = [result[at][step] for result in results]
             for got, expected, _, _ in of_ranks:
                 assert_same_bits(got, expected)
+                if writer == "kernels" and len(got):
+                    errors.append(assert_close_to_oracle(got, expected, expected.double()))
             pairs = CONFIGS[config].num_experts_per_tok * sum(tokens for *_, tokens in of_ranks)
             assert sum(sent for _, _, sent, _ in of_ranks) == pairs * (row + back)
+    proof.record(dispatch_kernel, errors)
+    proof.record(combine_kernel, errors)
 
 
 BUGS = {
@@ -103,17 +121,56 @@ BUGS = {
         "is_full = 1 + torch.arange(slots) <",
     ),
     "the next pair's slot": (
-        "return from_bytes(came[chosen.flatten(), slot], x.dtype)",
-        "return from_bytes(came[chosen.flatten(), slot.roll(1)], x.dtype)",
+        "y = from_bytes(came[chosen.flatten(), slot], x.dtype)",
+        "y = from_bytes(came[chosen.flatten(), slot.roll(1)], x.dtype)",
+    ),
+}
+
+
+KERNEL_BUGS = {
+    "no program waits for rows": (
+        "barrier(flags, own_flags_ptr, rank, SIZE)  # all rows",
+        "pass  #",
+    ),
+    "no program waits for results": (
+        "barrier(flags, own_flags_ptr, rank, SIZE)  # all results",
+        "pass  #",
+    ),
+    "a kernel's slots of another sender": (
+        "slot = (rank * num_own + expert % num_own)",
+        "slot = (expert // num_own * num_own + expert % num_own)",
+    ),
+    "a kernel's counts of another sender": (
+        "full[peer] + rank * num_own + expert % num_own",
+        "full[peer] + peer * num_own + expert % num_own",
+    ),
+    "a kernel's row of another token": (
+        "tl.cast(pair // TOP_K,",
+        "tl.cast(pair % (num_pairs // TOP_K),",
+    ),
+    "a kernel's experts begin at 0": ("tl.cast(rank * num_own + group", "tl.cast(group"),
+    "a kernel's results of another sender": (
+        "source_ptr, windows, group // num_own",
+        "source_ptr, windows, (group // num_own + 1) % SIZE",
+    ),
+    "a kernel leaves out the last slot": (
+        "range(0, tl.load(full_ptr + group))",
+        "range(1, tl.load(full_ptr + group))",
+    ),
+    "a kernel copies the first block alone": (
+        "for start in range(0, words, BLOCK):",
+        "for start in range(0, BLOCK, BLOCK):",
     ),
 }
 
 
 def test_bugs_are_seen(seed):
-    """Each on three ranks of a start."""
-    cases = [("deepseek_v3", Plain(), torch.float64, seed, bug) for bug in BUGS.values()]
-    results = run_ranks(4, cases_of, cases)
-    for at, bug in enumerate(BUGS):
+    """Each of them on two ranks."""
+    last = torch.float64, seed
+    cases = [("python", "deepseek_v3", Plain(), *last, bug) for bug in BUGS.values()]
+    cases += [("kernels", "deepseek_v3", Plain(), *last, bug) for bug in KERNEL_BUGS.values()]
+    results = run_ranks(2, cases_of, cases)
+    for at, bug in enumerate([*BUGS, *KERNEL_BUGS]):
         steps = [step for result in results for step in result[at]]
         same = all(torch.equal(got, expected) for got, expected, *_ in steps)
         assert not same, f"unseen: {bug}"

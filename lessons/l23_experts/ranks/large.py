@@ -28,7 +28,7 @@ from typing import NamedTuple
 from lessons.l01_roofline import calculators as calc
 from lessons.l01_roofline.planner.models import ModelShape
 from lessons.l20_parallelism.planner.links import LINKS, LL, Link, Machine
-from lessons.l23_experts.ranks.overlap import COMPUTE, NETWORK, Part, end_of, schedule
+from lessons.l23_experts.ranks.overlap import COMPUTE, NETWORK, Part, busy_s, end_of, schedule
 from lessons.l23_experts.ranks.traffic import DTYPE, Layer, expected_ranks
 from lessons.l23_experts.ranks.wire import Float8, Plain
 from lessons.toolbox.measure.hardware import CHIPS
@@ -225,6 +225,8 @@ def prefill_core_s(wide: Wide, prompt: int) -> float:
 
 # ---------------------------------------------------------------- steps
 
+Kernels = Callable[[Wide], Sent]  # forwarded or direct
+
 
 class WideStep(NamedTuple):
     """A step of all GPUs. seconds: until it ends; compute_s, network_s: in which a lane works;
@@ -256,13 +258,9 @@ def step(wide: Wide, tokens: int, core_s: float, sent: Sent, halves: int, logits
     head_s = max(
         WIDE_BYTES * head / chip.memory_bytes_per_s, 2 * logits * head / chip.bf16_flops_per_s
     )
-    busy = {lane: sum(p.end_s - p.start_s for p in pieces if p.lane == lane) for lane in LANES}
+    compute_s, network_s = (busy_s(pieces, lane) for lane in (COMPUTE, NETWORK))
     rest_s = dense_s + head_s
-    return WideStep(end_of(pieces) + rest_s, busy[COMPUTE] + rest_s, busy[NETWORK], tokens)
-
-
-LANES = (COMPUTE, NETWORK)
-Kernels = Callable[[Wide], Sent]
+    return WideStep(end_of(pieces) + rest_s, compute_s + rest_s, network_s, tokens)
 
 
 def decode(

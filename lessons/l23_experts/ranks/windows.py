@@ -21,6 +21,7 @@ the barriers. Here processes of one machine map the same memory.
 Source: DeepEP (github.com/deepseek-ai/DeepEP), README, low-latency kernels.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ from lessons.l20_parallelism.processes.symmetric import SymmetricMemory, shared_
 from lessons.l23_experts.ranks.dispatch import PLAIN, FixedSlotsMoE
 from lessons.l23_experts.ranks.wire import Float8, Plain, as_bytes, from_bytes
 from lessons.toolbox.model.arguments import refuse
+
+ALIGNED = 16  # bytes: each part of a window begins where any number may, and wide loads
 
 
 class Window(NamedTuple):
@@ -80,28 +83,33 @@ class Windows:
 
 
 def new_windows(
-    group: Group, num_experts: int, max_tokens: int, row_bytes: int, result_bytes: int
+    group: Group,
+    num_experts: int,
+    max_tokens: int,
+    row_bytes: int,
+    result_bytes: int,
+    shared: Callable[[Group, int], SymmetricMemory] = shared_on_cpu,
+    kind: type[Windows] = Windows,
 ) -> Windows:
-    """Windows between processes of this machine. Every rank of the group has to call it. Raises
+    """Windows between processes of this machine. Every rank of the group has to call it. shared:
+    where so many bytes of each rank come from; kind: who writes, Python or kernels. Raises
     ValueError unless all ranks have equally many experts.
     """
     if num_experts % group.size:
         refuse("num_experts", num_experts, f"a multiple of {group.size}, the number of ranks")
-    shapes = (
-        (group.size, num_experts // group.size, max_tokens, row_bytes),
-        (group.size, num_experts // group.size, torch.int64.itemsize),
-        (num_experts, max_tokens, result_bytes),
-    )
-    # each part begins where any number may
-    sizes = [-(-torch.Size(shape).numel() // 16) * 16 for shape in shapes]
-    memory = shared_on_cpu(group, sum(sizes))
-    each = []
+    num_own = num_experts // group.size
+    shapes = [
+        torch.Size((group.size, num_own, max_tokens, row_bytes)),
+        torch.Size((group.size, num_own, torch.int64.itemsize)),
+        torch.Size((num_experts, max_tokens, result_bytes)),
+    ]
+    sizes = [-(-shape.numel() // ALIGNED) * ALIGNED for shape in shapes]
+    memory, each = shared(group, sum(sizes)), []
     for buffer in memory.buffers:
-        parts = [
-            p[: s.numel()].view(s) for p, s in zip(buffer.split(sizes), map(torch.Size, shapes))
-        ]
-        each.append(Window(parts[0], parts[1].view(torch.int64)[..., 0], parts[2]))
-    return Windows(memory, each)
+        parts = zip(buffer.split(sizes), shapes)
+        rows, full, results = (part[: shape.numel()].view(shape) for part, shape in parts)
+        each.append(Window(rows, full.view(torch.int64)[..., 0], results))
+    return kind(memory, each)
 
 
 class WrittenSlotsMoE(FixedSlotsMoE):
@@ -118,14 +126,15 @@ class WrittenSlotsMoE(FixedSlotsMoE):
         self.check_room(x)
         slot = slots_of(chosen, self.num_experts)
         packed = self.form.pack(x)
-        self.group.wire.count("write", packed[:1].expand(chosen.numel(), -1))
+        self.group.wire.count("write", packed[:1].expand(chosen.numel(), -1))  # T · k rows
         self.windows.dispatch(packed, chosen, slot)
         rows, full, came = self.windows.own
         expert = self.experts_of_slots(full.flatten())
         results = self.experts.rows(self.form.unpack(rows.flatten(0, 2), x), expert[:, None])
-        self.group.wire.count("write", results[expert >= 0])
         self.windows.combine(as_bytes(results))
-        return from_bytes(came[chosen.flatten(), slot], x.dtype)
+        y = from_bytes(came[chosen.flatten(), slot], x.dtype)
+        self.group.wire.count("write", y)  # by the others, and counted where it arrives
+        return y
 
 
 def slots_of(chosen: Tensor, num_experts: int) -> Tensor:
