@@ -71,7 +71,8 @@ progress: setup ## the map of the course: what you solved, what is left, how man
 	@$(RUN) -m lessons.toolbox.exercises progress $(if $(EXPORT),--export $(EXPORT))
 
 # --allow-root, because in a container everybody is root; the address that it prints holds the key
-lab: setup ## JupyterLab on the notebooks (in a container: LAB="--ip 0.0.0.0 --no-browser")
+lab: setup ## JupyterLab on the notebooks, with LANG=ko_KR on Korean copies in build/ko/notebooks, too (in a container: LAB="--ip 0.0.0.0 --no-browser")
+	@case "$${INFERENCE_LADDER_LANG:-$${LC_ALL:-$$LANG}}" in ko*) $(RUN) -m book.notebooks write build/ko/notebooks;; esac
 	@$(RUN) -m jupyterlab --notebook-dir . --allow-root $(LAB)
 
 board: setup ## a kernel of yours, checked and counted, beside your earlier ones (FILE=mine.py; an open task)

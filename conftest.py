@@ -3,6 +3,7 @@ of passing.
 """
 
 import gc
+import os
 from collections import Counter
 
 import pytest
@@ -14,6 +15,9 @@ from lessons.toolbox.gpu import nvrtc
 # also mends the interpreter for kernels that tests declare themselves
 from lessons.toolbox.kernels.triton_ import TritonMissing
 from lessons.toolbox.measure.device import has_gpu, has_triton
+
+# what commands print is compared in English, whatever language the machine speaks
+os.environ["INFERENCE_LADDER_LANG"] = "en"
 
 # the `proof` fixture, through which a test of equivalence records its proof; --since REVISION; the
 # random numbers of a run; what tests cost; --quick, which draws by it

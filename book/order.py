@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api, translations
+from book import api, notebooks, translations
 
 # a row of the front page's table: its title, its room
 ROW = re.compile(r"^\| \[(\d\d [^\]]+)\]\(lessons/(l\d\d_\w+)/README\.md\)", re.MULTILINE)
@@ -20,6 +20,9 @@ KOREAN_TITLES = {
     "ko/lessons/GUIDES.md": "가이드에 적힌 것과 사실",
     "ko/lessons/PROFILING.md": "프로파일 읽기",
     "ko/lessons/CHOOSING.md": "엔진 고르기",
+    "ko/lessons/TEACHING.md": "가르치는 분께",
+    "ko/CONTRIBUTING.md": "기여하기",
+    "ko/notebooks/engine.ipynb": "엔진 지켜보기",
     "ko/TERMS.md": "용어표",
 }
 TITLES = {
@@ -110,8 +113,8 @@ def titled(root: Path, page: str, folder: str | None = None, first: list = ()) -
 
 
 def korean(root: Path) -> list[Chapter]:
-    """The Korean edition in the order of reading, its lessons with the titles of its front page;
-    the table of its terms comes last.
+    """The Korean edition in the order of reading, its lessons with the titles of its front page.
+    Notebooks of no lesson and the table of its terms come last.
     """
     front = root / translations.place_of("README.md")
     titles = dict(KOREAN_TITLES)
@@ -121,7 +124,29 @@ def korean(root: Path) -> list[Chapter]:
     pages = [translations.place_of(source) for source in translations.wanted(root)]
     pages += [page for page in translations.translated(root) if page not in pages]
     there = [page for page in [*pages, *translations.OWN] if (root / page).is_file()]
-    return [Chapter(page, titles.get(page, "")) for page in there]
+    there[-1:-1] = [
+        notebooks.place_of(page)
+        for page in notebooks.pages(root)
+        if not (root / f"lessons/l{PurePosixPath(page).stem}").is_dir()
+    ]
+    more = {page for page in there if page.endswith("/MORE.md")}
+    return [
+        Chapter(page, titles.get(page, ""), korean_below(root, page, more))
+        for page in there
+        if page not in more
+    ]
+
+
+def korean_below(root: Path, page: str, more: Collection[str]) -> tuple[Chapter, ...]:
+    """Below a Korean lesson: its notebook and its MORE, as far as they are translated."""
+    folder = PurePosixPath(page).parent
+    notebook = f"notebooks/{folder.name[1:]}.ipynb"
+    below = []
+    if notebook in notebooks.pages(root):
+        below.append(Chapter(notebooks.place_of(notebook), "노트북"))
+    if f"{folder}/MORE.md" in more:
+        below.append(Chapter(f"{folder}/MORE.md", "더 보기"))
+    return tuple(below)
 
 
 def parts(root: Path) -> list[Part]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-from book import api, code, glossary, order, translations
+from book import api, code, glossary, notebooks, order, translations
 from book.links import LINK
 from lessons.toolbox.command import OneLineParser
 
@@ -38,6 +38,16 @@ class Stage:
     out: Path
     files: set[str] = field(default_factory=set)  # of code, for which a page is wanted
     folders: set[str] = field(default_factory=set)
+    # page of a lesson -> pages of the playground that lead to it
+    moving: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        folder = order.PLAYGROUND[0]
+        for page in sorted((self.root / folder).glob("*.md")):
+            for lesson in re.findall(
+                r"\]\(\.\./\.\./(lessons/[^)]+)\)", page.read_text(encoding="utf-8")
+            ):
+                self.moving.setdefault(lesson, []).append(f"{folder}/{page.name}")
 
     def write(self, name: str, text: str) -> None:
         """name: the page's file within the book."""
@@ -90,14 +100,27 @@ class Stage:
         """A page of the course. behind: what the book adds at its end."""
         text = translations.with_switch(self.root, name)
         text = PICTURE.sub(r"![\g<alt>](\g<file>)", text)
+        if name in self.moving:
+            heading, _, rest = text.partition("\n")
+            text = f"{heading}\n\n{self.to_move(name)}\n{rest}"
         self.write(order.staged(name), self.relinked(name, text) + behind)
 
+    def to_move(self, lesson: str) -> str:
+        """A line that leads to the lesson's pages of the playground."""
+        here, links = PurePosixPath(lesson).parent, []
+        for page in self.moving[lesson]:
+            title = (self.root / page).read_text(encoding="utf-8").partition("\n")[0]
+            links.append(f"[{title.removeprefix('# ')}]({relpath(page, here)})")
+        return f"*Move it yourself, in your browser*: {', '.join(links)}."
+
     def notebook(self, name: str) -> None:
-        """A notebook as it was run."""
-        notebook = json.loads((self.root / name).read_text(encoding="utf-8"))
+        """A notebook as it was run, in English or Korean."""
+        notebook = notebooks.staged(self.root, name)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = self.relinked(name, "".join(cell["source"]))
+        notebooks.add_switch(self.root, name, notebook)
+        for cell in notebook["cells"]:
             for output in cell.get("outputs", []):
                 output.get("data", {}).pop(WIDGET, None)
         notebook["metadata"].pop("widgets", None)

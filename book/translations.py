@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = "ko"
 FRONT = {"README.ko.md": "README.md"}
 OWN = ("ko/TERMS.md",)  # which translates no page
+CELLS = "ko/notebooks/"  # cells of notebooks: see book/notebooks.py
 STAMP = re.compile(r"<!-- source: (\S+) sha256: ([0-9a-f]{64}) -->\n")
 # the line that leads to the same page in the other language
 SWITCH = re.compile(r"^\[(?:한국어|English)\]\([^)\s]+\)\n+", re.MULTILINE)
@@ -37,6 +38,7 @@ def source_of(page: str) -> str | None:
     if page in FRONT:
         return FRONT[page]
     is_ours = page.startswith(f"{FOLDER}/") and page.endswith(".md") and page not in OWN
+    is_ours &= not page.startswith(CELLS)
     return page.removeprefix(f"{FOLDER}/") if is_ours else None
 
 

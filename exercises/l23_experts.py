@@ -1,5 +1,5 @@
 # Yours to edit: put your code in place of each `raise NotImplementedError`, then run  make check LESSON=23
-# Generated from solutions/l23_experts.py, checksum a34a630004af. Generating again never overwrites your edits.
+# Generated from solutions/l23_experts.py, checksum 4da5e608cee8. Generating again never overwrites your edits.
 # ruff: noqa
 """Exercises of lesson 23: the kernel of many experts, and experts on other ranks.
 
@@ -160,3 +160,36 @@ def experts_on_ranks(
             out[pair // top_k] += answer * weights[rank][pair, None]
         outs.append(out)
     return outs, dropped
+
+
+@exercise("23.4", "Dispatch and combine: a token once for each rank", minutes=40, difficulty=3)
+def once_for_each_rank(
+    x: list[Tensor],
+    weights: list[Tensor],
+    chosen: list[Tensor],
+    experts: list[Tensor],
+    ranks: Ranks,
+) -> list[Tensor]:
+    """A layer of experts on several ranks, in which a token travels once to each rank that has some
+    of its experts, and one row comes back from there.
+
+    x: of each rank its own tokens, [T, H]; ranks may have different T, or no token. weights,
+    chosen: of each rank [T, k], what the router gave for these tokens: numbers of k different
+    experts, int64, and what each of them counts. experts: of each rank its own ones,
+    [E / size, H, H]; rank 0 holds the first E / size experts, and so on. Here an expert is just a
+    product: row @ matrix.T.
+
+    A rank to which a token came computes its experts that the token chose, times their weights,
+    adds them up, and sends one row [H] for the token back. The token's own rank adds up the rows of
+    all ranks. So the weights, and which experts are meant, travel beside the rows.
+
+    Returns the ranks' results [T, H]. All that a rank learns from another one comes through
+    `ranks.all_to_all`. Aim: no row of x is sent twice to the same rank, or to a rank that has none
+    of its experts, and beside a row go at most 2 k numbers. Errors: none to raise.
+
+    Example: two ranks, H = 1, experts [[[10]], [[20]]] and [[[100]], [[200]]]. Rank 0 has x [[2]],
+    chosen [[3, 2]], weights [[0.5, 0.25]], and rank 1 has no token
+        the row [2] goes to rank 1 only, once. There 0.5 · 400 + 0.25 · 200 = 250 is one row, which
+        goes back                                                           -> [[[250]], []]
+    """
+    raise NotImplementedError("Exercise 23.4: Dispatch and combine: a token once for each rank")

@@ -1,4 +1,5 @@
-"""Exercises of lesson 20: attention on several ranks, and a token chosen from local logits.
+"""Exercises of lesson 20: attention on several ranks, a token chosen from local logits, and a cache
+whose tokens the ranks share.
 
 The ranks are simulated in one process. A list holds what the ranks hold, in their order. A rank may
 use its own entry only. Whatever another rank has must come through a collective of `Ranks`, which
@@ -117,4 +118,56 @@ def greedy_on_ranks(
     largest = best.gather(-1, winner)
     whole = (total * (best - largest).exp()).sum(-1)
     return token.gather(-1, winner).flatten().long(), -whole.log()
+    # END
+
+
+@exercise("20.3", "One KV head, its tokens on all ranks", minutes=25, difficulty=3)
+def attention_over_shared_tokens(
+    qs: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    context_lens: Tensor,
+    softmax_scale: float,
+    ranks: Ranks,
+) -> list[Tensor]:
+    """A decode step's attention. Of each rank the results of its own query heads, [B, H, Dv].
+
+    qs: of each rank its H query heads for B sequences, [B, H, D]. All query heads of all ranks read
+    the same KV head, whose tokens are spread: token i of a sequence is in row i // size of rank
+    i % size. keys: of each rank [B, C, D], values: [B, C, Dv], float32. context_lens: [B] int64,
+    the tokens of each sequence on all ranks together, 1 or more. So a rank may have no token of a
+    sequence. Rows after a rank's last token hold anything, NaN as well.
+
+    A head's result is Σ p v over all tokens, p = softmax(softmax_scale · q · k), computed in
+    float32. Scores may be so large that exp overflows without their maximum.
+
+    Aims: keys and values stay where they are, and each rank attends to its own tokens only. Into
+    all collectives together a rank puts at most B · H · D + size · B · H · (Dv + 2) numbers.
+    Errors: none to raise.
+
+    Example: D = Dv = 1, 2 ranks, a head each, B = 1, two tokens, softmax_scale 1
+        q 1 on both ranks; rank 0 has key ln 2 and value 3, rank 1 has key 0 and value 6
+        weights 2/3 and 1/3: 3 · 2/3 + 6 · 1/3 = 4                   -> [[[[4]]], [[[4]]]]
+    """
+    # SOLUTION
+    own = qs[0].shape[1]
+    sent = []
+    for rank, (q, k, v) in enumerate(zip(ranks.all_gather(qs, dim=1), keys, values)):
+        place = rank + ranks.size * torch.arange(k.shape[1])
+        is_token = place < context_lens[:, None]  # [B, C]
+        scores = q @ k.transpose(1, 2) * softmax_scale  # [B, size · H, C]
+        scores = scores.masked_fill(~is_token[:, None], -torch.inf)
+        # a rank without a token: -inf - (-inf) would be NaN
+        m = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        weights = (scores - m).exp()
+        acc = weights @ v.masked_fill(~is_token[..., None], 0.0)
+        part = torch.cat([m, weights.sum(-1, keepdim=True), acc], dim=-1)
+        sent.append(list(part.split(own, dim=1)))
+    outs = []
+    for parts in ranks.all_to_all(sent):
+        found = torch.stack(parts)  # [size, B, H, 2 + Dv]
+        m, l, acc = found[..., :1], found[..., 1:2], found[..., 2:]
+        factor = (m - m.amax(0)).exp()
+        outs.append((factor * acc).sum(0) / (factor * l).sum(0))
+    return outs
     # END

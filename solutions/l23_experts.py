@@ -214,3 +214,68 @@ def experts_on_ranks(
     #     outs.append(out)
     # return outs, dropped
     # END
+
+
+@exercise("23.4", "Dispatch and combine: a token once for each rank", minutes=40, difficulty=3)
+def once_for_each_rank(
+    x: list[Tensor],
+    weights: list[Tensor],
+    chosen: list[Tensor],
+    experts: list[Tensor],
+    ranks: Ranks,
+) -> list[Tensor]:
+    """A layer of experts on several ranks, in which a token travels once to each rank that has some
+    of its experts, and one row comes back from there.
+
+    x: of each rank its own tokens, [T, H]; ranks may have different T, or no token. weights,
+    chosen: of each rank [T, k], what the router gave for these tokens: numbers of k different
+    experts, int64, and what each of them counts. experts: of each rank its own ones,
+    [E / size, H, H]; rank 0 holds the first E / size experts, and so on. Here an expert is just a
+    product: row @ matrix.T.
+
+    A rank to which a token came computes its experts that the token chose, times their weights,
+    adds them up, and sends one row [H] for the token back. The token's own rank adds up the rows of
+    all ranks. So the weights, and which experts are meant, travel beside the rows.
+
+    Returns the ranks' results [T, H]. All that a rank learns from another one comes through
+    `ranks.all_to_all`. Aim: no row of x is sent twice to the same rank, or to a rank that has none
+    of its experts, and beside a row go at most 2 k numbers. Errors: none to raise.
+
+    Example: two ranks, H = 1, experts [[[10]], [[20]]] and [[[100]], [[200]]]. Rank 0 has x [[2]],
+    chosen [[3, 2]], weights [[0.5, 0.25]], and rank 1 has no token
+        the row [2] goes to rank 1 only, once. There 0.5 · 400 + 0.25 · 200 = 250 is one row, which
+        goes back                                                           -> [[[250]], []]
+    """
+    # SOLUTION
+    per_rank = len(experts[0])
+    tokens, rows, numbers, shares = [], [], [], []
+    for rank in range(ranks.size):
+        owner = chosen[rank] // per_rank  # [T, k]
+        to_each = [(owner == other).any(-1).nonzero()[:, 0] for other in range(ranks.size)]
+        tokens.append(to_each)
+        rows.append([x[rank][token] for token in to_each])
+        numbers.append([chosen[rank][token] for token in to_each])
+        shares.append([weights[rank][token] for token in to_each])
+    rows, numbers, shares = map(ranks.all_to_all, (rows, numbers, shares))
+
+    sums = []
+    for rank in range(ranks.size):
+        own = []
+        for row, number, share in zip(rows[rank], numbers[rank], shares[rank]):
+            total = torch.zeros_like(row)
+            for local in range(per_rank):
+                token, place = torch.where(number == rank * per_rank + local)
+                answer = row[token] @ experts[rank][local].T
+                total.index_add_(0, token, answer * share[token, place, None])
+            own.append(total)
+        sums.append(own)
+    sums = ranks.all_to_all(sums)
+
+    outs = []
+    for rank in range(ranks.size):
+        out = torch.zeros_like(x[rank])
+        for token, total in zip(tokens[rank], sums[rank]):
+            out[token] += total  # a token has one row of each rank
+        outs.append(out)
+    return outs
+    # END

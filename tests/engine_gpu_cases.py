@@ -2,8 +2,10 @@
 which pretends to have one where there is none.
 """
 
+import pickle
 import random
 import re
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from lessons.l17_tree_speculation.lab.testing import random_heads
 from lessons.l18_weight_quantization.linear import dequantized
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
+from lessons.l20_parallelism.processes.mesh import Mesh, new_links
 from lessons.l21_multi_lora.lab.testing import linears_of, random_adapter
 from lessons.l21_multi_lora.layers import merged
 from lessons.l21_multi_lora.peft.adapters import save_adapter
@@ -31,8 +34,11 @@ from reference.engine.assembly import engine_over
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
 from reference.features.structured import StructuredOutputsParams
+from reference.parallel.engine import config_for, engine_over_workers
+from reference.parallel.worker import Worker
 from reference.weights.quantization import quantize_model
 from tests.engine_cases import assert_clean, greedy, new_model, random_prompts, run
+from tests.parallel_cases import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -86,6 +92,51 @@ def test_replayed_steps_that_are_scheduled_ahead_give_the_same_tokens(model):
     params[1] = replace(params[1], temperature=0.8, seed=5)
     got = run(engine, prompts, params, [0, 0, 1])
     assert [got[str(at)][0] for at in range(3)] == alone(model, prompts, limits, rows)
+
+
+class Inline:
+    """In the place of Talk: one worker, in this process."""
+
+    def __init__(self, worker):
+        self.worker, self.close = worker, lambda: None
+
+    def ask_later(self, method, *arguments) -> Future:
+        reply = Future()
+        told = pickle.loads(pickle.dumps(arguments))
+        reply.set_result([getattr(self.worker, method)(*told)])
+        return reply
+
+    def ask(self, method, *arguments) -> list:
+        return self.ask_later(method, *arguments).result()
+
+    def check(self):
+        pass
+
+    tell, wait_until_ready = ask, check
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_worker_replays_its_steps(enforce_eager, tmp_path):
+    """And samples on the GPU, greedy and drawn."""
+    small = dict(max_num_seqs=4, block_size=4, num_gpu_blocks_override=40, max_model_len=40)
+    args = EngineArgs(
+        write_checkpoint(tmp_path, "llama", 3),
+        device="cuda",
+        dtype="float32",
+        distributed_executor_backend="mp",
+        enforce_eager=enforce_eager,
+        **small,
+    )
+    worker = Worker(args, new_links(Mesh()), "cuda")
+    engine = engine_over_workers(Inline(worker), config_for(args), None, args)
+    assert (worker.runner.captured is None) is enforce_eager
+    buckets = [] if enforce_eager else count_replays(worker)
+    prompts, limits = random_prompts(3), [5, 3, 4]
+    params = [greedy(limit) for limit in limits]
+    params[1] = replace(params[1], temperature=0.9, seed=4, logit_bias={3: 2.0}, logprobs=1)
+    whole = new_engine(load_model(args.model, "cuda", "float32"), enforce_eager=True)
+    assert run(engine, prompts, params) == run(whole, prompts, params)
+    assert enforce_eager or (set(buckets) <= {1, 2, 4} and len(buckets) >= 4)
 
 
 def test_an_eager_engine_captures_nothing(model, monkeypatch):

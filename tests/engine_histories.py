@@ -22,6 +22,7 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Host, Lender
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine import Engine
+from reference.engine.model_runner import ModelRunner
 from reference.engine.request import EngineRequest, by_priority
 from reference.engine.sampling_params import SamplingParams
 from tests.engine_cases import assert_clean
@@ -108,6 +109,8 @@ class VirtualRunner:
         self.fail("logits")
         return LOGITS[hidden[rows] % len(LOGITS)].clone()
 
+    scores = ModelRunner.scores
+
     def fail(self, where: str) -> None:
         if self.faults.get(self.steps) == where:
             raise PassFailed(where)
@@ -135,7 +138,9 @@ def logits_after(
     return logits
 
 
-def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engine:
+def new_engine(
+    house: House, faults: dict[int, str], kind: type[Engine], new_scheduler=ChunkedScheduler
+) -> Engine:
     size = house.num_blocks, house.block_size
     if house.cache is None:
         blocks = BlockManager(*size)
@@ -151,7 +156,7 @@ def new_engine(house: House, faults: dict[int, str], kind: type[Engine]) -> Engi
     if house.host_blocks is not None:
         swap = HostSwap(Lender(runner.virtual.memory, blocks))
         how["host"] = Host(swap, house.host_blocks)
-    scheduler = ChunkedScheduler(blocks, **how)
+    scheduler = new_scheduler(blocks, **how)
     runner.rules = (ChunkedRules if house.enable_chunked_prefill else Rules)(scheduler)
     return kind(runner, scheduler, None, LONGEST)
 

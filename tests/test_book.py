@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from book import api, code, glossary, order
+from book import api, code, glossary, order, translations
 from book.links import LINK
 from book.stage import FENCED, REPOSITORY, Stage, pages_of, stage
 from tests.course_rules import committed_files, complete_rooms, within
@@ -34,7 +34,7 @@ def test_every_page_and_notebook_is_in_the_book(source):
     reports = "reference/bench/open_tasks/reports"
     for path in committed_files(REPOSITORY, ".md", ".ipynb"):
         name = within(REPOSITORY, path)
-        if not name.startswith(("tests/", ".github/")):
+        if not name.startswith(("tests/", ".github/", translations.CELLS)):
             assert (source / order.staged(name)).is_file(), name
     assert (source / reports / "board.md").is_file()
 
@@ -47,6 +47,13 @@ def test_the_lessons_stand_as_the_front_page_has_them():
     places = [front.index(f"]({chapter.page})") for chapter in chapters]
     assert places == sorted(places)
     assert all(chapter.below[0].page.startswith("notebooks/") for chapter in chapters)
+
+
+def test_a_lesson_leads_to_what_a_reader_can_move(source):
+    for page in (REPOSITORY / "book/playground").glob("*.md"):
+        for lesson in re.findall(r"lessons/l\w+/README.md", page.read_text(encoding="utf-8")):
+            top = (source / lesson).read_text(encoding="utf-8").splitlines()[2]
+            assert top.startswith("*Move it yourself") and f"playground/{page.name})" in top
 
 
 def test_every_link_leads_to_a_file_of_the_book(source):

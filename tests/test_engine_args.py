@@ -75,6 +75,7 @@ TAKES = {
         max_cpu_loras=(None,),
         mamba_block_size=(None,),
         enable_expert_parallel=(True,),
+        eplb_config=(None,),
         distributed_executor_backend=(None,),
     ),
     SamplingParams: dict(

@@ -56,11 +56,34 @@ def test_frames_agree_with_the_engines_rules(found, films):
         assert films[-1].computed[row] == one["prompt_tokens"] + one["max_tokens"] - 1
 
 
-@pytest.mark.parametrize("name", draw.LOOKS)
-def test_the_committed_film_is_drawn_from_the_record(name, found):
+@pytest.mark.parametrize("name", [*draw.LOOKS, *map(draw.still_of, draw.LOOKS)])
+def test_the_committed_picture_is_drawn_from_the_record(name, found):
     path = run.RECORD.parent / name
     text = path.read_text(encoding="utf-8")
-    assert text == draw.film(found, draw.LOOKS[name]) and path.stat().st_size < LARGEST
+    assert text == draw.pictures(found)[name] and path.stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("name", draw.LOOKS)
+def test_a_still_is_what_a_viewer_shows_that_plays_nothing(name, found):
+    still = ElementTree.fromstring(draw.pictures(found)[draw.still_of(name)])
+    moving = ElementTree.fromstring(draw.pictures(found)[name])
+    seen = [e for e in moving.iter() if e.get("visibility") != "hidden" and "animate" not in e.tag]
+    assert [e.attrib for e in still.iter()] == [e.attrib for e in seen]
+    assert "animate" not in ElementTree.tostring(still, encoding="unicode")
+    words = [e.text for e in still.iter(f"{SVG}text") if (e.text or "").startswith("step ")]
+    assert len(words) == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.ko.md"])
+def test_less_motion_and_the_dark_have_their_pictures(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = re.findall(r'<source media="([^"]+)" srcset="reference/trace/film/([^"]+)">', text)
+    dark, calm = "(prefers-color-scheme: dark)", "(prefers-reduced-motion: reduce)"
+    assert sources == [  # the first that fits is shown
+        (f"{calm} and {dark}", "film_dark_still.svg"),
+        (calm, "film_still.svg"),
+        (dark, "film_dark.svg"),
+    ]
 
 
 def value_at(element, name: str, second: float) -> str:
@@ -107,5 +130,6 @@ def test_the_command_writes_it_anew(tmp_path, monkeypatch, capsys, found):
     monkeypatch.setattr(run, "record", lambda: found)
     assert main(["--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {run.RECORD.name, *draw.LOOKS} and "film.svg: " in capsys.readouterr().out
+    assert names == {run.RECORD.name, *draw.pictures(found)}
+    assert "film.svg: " in capsys.readouterr().out
     assert json.loads((tmp_path / run.RECORD.name).read_text()) == found

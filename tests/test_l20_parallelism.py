@@ -4,7 +4,7 @@ README quotes what the code says.
 
 import json
 from functools import partial
-from math import log2
+from math import exp, log, log2
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,16 @@ import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.planner.models import find_model
-from lessons.l20_parallelism.lab import cuts, experiments, price
+from lessons.l20_parallelism.lab import cuts, experiments, price, small_sums
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
-from lessons.l20_parallelism.planner.links import LL, SIMPLE, all_reduce_times, machine_of
+from lessons.l20_parallelism.planner import context as sharing
+from lessons.l20_parallelism.planner.links import (
+    LL,
+    SIMPLE,
+    all_reduce_times,
+    machine_of,
+    nvls_bytes,
+)
 from lessons.l20_parallelism.planner.planner import plan
 from lessons.l20_parallelism.planner.scaling import decode_step, prefill
 from lessons.l20_parallelism.planner.shares import Layout
@@ -59,6 +66,16 @@ def test_the_record_has_the_bytes_of_the_formula():
     assert f"a random model of {weights / 1e6:.0f} million weights" in README
 
 
+def test_the_record_of_small_sums_is_the_command_s():
+    """Its sizes and its ways; one shot beats gloo at each, so the text may say so."""
+    record = json.loads((ROOT / "results/cpu/l20_small_sums.json").read_text(encoding="utf-8"))
+    sums = record["series"]["sums"]
+    assert list(sums) == [str(size) for size in small_sums.SIZES]
+    assert all(found["one_shot_fastest_s"] < found["gloo_fastest_s"] for found in sums.values())
+    assert f"fastest of {record['repeats']} rounds" in README
+    assert small_sums.main(["--repeats", "0"]) == 2
+
+
 def test_a_measurement_that_cannot_be_is_refused_in_one_line(capsys):
     assert experiments.main(["--repeats", "0"]) == 2
     assert capsys.readouterr().err == "experiments: --repeats: got 0; accepted: 1 or more\n"
@@ -74,9 +91,9 @@ def row_bytes(model, tokens: int = 1) -> int:
     return tokens * model.hidden_size * VALUE_BYTES
 
 
-def way_s(way: str, n: float) -> float:
+def way_s(way: str, n: float, machine=NVLINK) -> float:
     """A sum of n bytes over 8 H100s, with the better protocol."""
-    return min(seconds for seconds, name in all_reduce_times(n, 8, NVLINK) if name == way)
+    return min(seconds for seconds, name in all_reduce_times(n, 8, machine) if name == way)
 
 
 def one_user(model, size: int, machine=NVLINK):
@@ -100,6 +117,33 @@ def test_the_readme_quotes_the_examples():
     assert whole.tolist() == [7, 8] and "h Bᵀ = (3 + 4, 8) = (7, 8)" in README
     assert max(2 - 1, 0) == 1 != max(2, 0) + max(-1, 0) == 2
     assert "relu(2 − 1) is 1, and relu(2) + relu(−1) is 2" in README
+
+
+def test_the_readme_quotes_the_switch():
+    """What NVLS sends, and what is predicted for a prompt of 4096 tokens and for one token."""
+    out, ring = nvls_bytes(8, 1), fewest_bytes(8, 1)
+    assert f"P = 8: {out:.3f} n instead of {ring:.2f} n" in README
+    with_it = machine_of(H100, "nvls4")
+    n = row_bytes(LARGE, 4096)
+    times = way_s("nvls", n, with_it), way_s("two_shot", n)
+    said = f"{1e6 * times[0]:.0f} µs for the {n / 1e6:.1f} MB of a prompt of 4096 tokens"
+    assert f"{said}, instead of {1e6 * times[1]:.0f}" in README
+    row = row_bytes(LARGE)
+    assert min(all_reduce_times(row, 8, with_it))[1] == "one_shot"
+
+
+def test_the_readme_quotes_the_shared_cache():
+    """DeepSeek-V3 on 8 H200s: what a rank stores, what three messages cost, when they pay."""
+    v3, h200 = find_model("deepseek-v3"), machine_of(CHIPS["h200"])
+    shared, copied = (sharing.cache_bytes_per_token(v3, 8, dcp) / 1024 for dcp in (8, 1))
+    assert f"each stores {shared:.1f} KiB of a token instead of {copied:.1f}" in README
+    one, many = (1e3 * sharing.talk_s(v3, h200, 8, 8, batch) for batch in (1, 32))
+    assert f"we predict {one:.2f} ms of a step of one user, and {many:.2f} ms with 32" in README
+    alone, each = (sharing.break_even_context(v3, h200, 8, 8, batch) for batch in (1, 32))
+    said = f"from {round(alone, -3):,.0f} tokens of one user on"
+    assert f"{said}, or from {round(each, -2):,.0f} tokens each of 32" in README
+    shares = [exp(lse) / 3 for lse in (log(2), log(1))]
+    assert 3 * shares[0] + 6 * shares[1] == pytest.approx(4)
 
 
 def test_the_readme_quotes_the_wire():
@@ -166,9 +210,9 @@ def test_the_readme_quotes_the_prefill_and_where_it_loses():
     assert both in README
     assert f"efficiency is `{100 * per_gpu(SMALL, 8):.0f} %`" in README
     assert f"efficiency of `{100 * per_gpu(LARGE, 4):.0f} %` at most" in README
-    quiz = sums_of(SMALL) * fewest_bytes(2, row_bytes(SMALL, 32))
-    assert f"{sums_of(SMALL)} sums of 32 · 4096 · 2 bytes" in README
-    assert f"{quiz / 1e6:.1f} MB.</details>" in README
+    latents = kv_bytes_per_token(find_model("deepseek-v3")) / 1024
+    assert f"61 · 576 · 2 bytes are {latents:.1f} KiB." in README and "61 layers" in README
+    assert f"every eighth token: {latents / 8:.1f} KiB in the mean" in README
     assert f"{fewest_bytes(4, 8):.0f} MB in {WAYS['ring'].rounds(4)} rounds" in README
     assert f"One shot: 3 · 8 = {WAYS['one_shot'].bytes_sent(4, 8):.0f} MB" in README
     step = one_user(LARGE, 8)

@@ -67,10 +67,12 @@ def test_tokens_are_those_of_one_process(family, sizes, how, tmp_path, seed):
     }
     assert close(got["0"].outputs[0].logprobs, want["0"].outputs[0].logprobs)
     assert close(got["3"].prompt_logprobs[1:], want["3"].prompt_logprobs[1:])
-    if sizes[2] == 1:
+    met = [sum(out.metrics.preemptions for out in outputs.values()) for outputs in (got, want)]
+    if sizes[1:] == (1, 1):  # with stages or replicas a step is not the same step
         assert answers(got)["1"] == answers(want)["1"], "who gave up got as far"
-        met = [sum(out.metrics.preemptions for out in outputs.values()) for outputs in (got, want)]
         assert met[0] == met[1] > 0
+    if sizes[2] == 1:
+        assert min(met) > 0
 
 
 def close(got, want) -> bool:

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Host
 from lessons.l20_parallelism.processes.launch import RankError
 from reference.engine.request import EngineSequence
-from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool, Talk
+from reference.parallel.runner import DistributedRunner, RemoteHidden, RemotePool
+from reference.parallel.talk import Talk
 from tests.engine_cases import CONFIG
 
 
@@ -21,9 +23,6 @@ class Obedient:
     def __init__(self, fails: str | None = None):
         self.may, self.heard, self.fails, self.has_ended = threading.Event(), [], fails, False
 
-    def wait_until_ready(self):
-        return None
-
     def tell(self, order: bytes):
         self.may.wait(10)
         self.heard.append(pickle.loads(order))
@@ -32,6 +31,8 @@ class Obedient:
 
     def ask(self, order: bytes):
         self.tell(order)
+
+    def collect(self):
         return [None, torch.zeros(1, 5).numpy()]
 
     def close(self):
@@ -59,6 +60,37 @@ def test_an_order_is_what_it_was_when_it_was_given():
         runner.logits(RemoteHidden(0), [0])
     runner.close()
     assert workers.has_ended
+
+
+class Slow(Obedient):
+    """Replies wait until they may be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.may.set()
+        self.may_reply = threading.Event()
+
+    def collect(self):
+        assert self.may_reply.wait(10)
+        return super().collect()
+
+
+def test_a_step_is_told_while_the_reply_to_an_earlier_one_is_on_its_way():
+    workers = Slow()
+    runner = new_runner(workers)
+    replies = []
+    for token in (7, 8):
+        hidden = runner.run([([token], 3)], [[0]])
+        replies.append(runner.ask_of(hidden, "logits", [0]))
+    for _ in range(1000):
+        if len(workers.heard) == 4:
+            break
+        time.sleep(0.01)
+    assert [method for method, _ in workers.heard] == ["run", "logits"] * 2
+    assert not any(reply.done() for reply in replies)
+    workers.may_reply.set()
+    assert [reply.result()[1].shape for reply in replies] == [(1, 5)] * 2
+    runner.close()
 
 
 def test_after_a_failure_nothing_is_told_any_more():

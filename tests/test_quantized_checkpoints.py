@@ -423,7 +423,7 @@ def refused(folder, said):
     "config, said",
     [
         (dict(quant_method="hqq"), "quant_method: got 'hqq'; accepted: gptq, awq, compressed-ten"),
-        (GPTQ | dict(bits=3), "quantization_config.bits: got 3; accepted: 4 or 8"),
+        (GPTQ | dict(bits=5), "quantization_config.bits: got 5; accepted: 2 or 3 or 4 or 8"),
         (GPTQ | dict(bits=True), "quantization_config.bits: got True"),
         (GPTQ | dict(bits=8), "layer layers.0.self_attn.q_proj in .*: qweight: got int32"),
         (GPTQ | dict(group_size=0), "quantization_config.group_size: got 0"),
@@ -433,7 +433,11 @@ def refused(folder, said):
         ),
         (GPTQ | dict(group_size=16), r"qzeros: got int32 \[2, 8\]; accepted: int32 \[4, 8\]"),
         (GPTQ | dict(checkpoint_format="marlin"), "accepted: gptq or gptq_v2"),
-        (GPTQ | dict(dynamic={"-:.*": {}}), "'quantization_config.dynamic' must be None, not"),
+        (GPTQ | dict(dynamic={"-:.*": {}}), "is I32, and no layer that the quantization_config"),
+        (GPTQ | dict(dynamic={".*q_proj": {"bits": 8}}), "layer .*q_proj in .*: qweight: got int3"),
+        (GPTQ | dict(dynamic={"(": {}}), r"'\(' is no regular expression"),
+        (GPTQ | dict(dynamic={".*": {"rank": 3}}), "'quantization_config.dynamic' changes 'rank'"),
+        (GPTQ | dict(dynamic=[".*"]), "dynamic: got .'..'.; accepted: an object"),
         (GPTQ | dict(rotation="hadamard"), "no reader knows this key; remove it if it changes"),
         (dict(quant_method="awq", bits=4, group_size=32, version="gemv"), "accepted: gemm"),
         (NF4 | dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type: got 'fp4'; accepted: nf4"),
@@ -451,7 +455,7 @@ def refused(folder, said):
         (compressed("pack-quantized", None), "config_groups.group_0: got .* a scheme with weights"),
         (
             compressed("float-quantized", FP8) | dict(transform_config={"a": 1}),
-            "'quantization_config.transform_config' must be None",
+            "transform_config: got .'a': 1.; accepted: an object of config_groups",
         ),
         (
             compressed("float-quantized", FP8) | dict(sparsity_config={"format": "bitmask"}),

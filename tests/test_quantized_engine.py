@@ -173,6 +173,7 @@ def test_the_argument_and_the_checkpoint():
     check_stored(None, "gptq")
     check_stored("gptq_marlin", "gptq")
     check_stored("gguf", "gguf")
+    check_stored("inc", "auto-round")
     for given in ("awq", "int4", "fp8"):
         with pytest.raises(ValueError, match=r"quantization: got .*; accepted: None or 'gptq'"):
             check_stored(given, "gptq")
@@ -208,6 +209,8 @@ def test_deepseek_keeps_the_matrix_that_absorption_reads(tmp_path):
         ("--method int8", "compressed-tensors"),
         ("--method int4 --group-size 16 --format gptq --symmetric", "gptq"),
         ("--method fp8 --format fp8", "fp8"),
+        ("--method int4 --group-size 64 --activations int8", "compressed-tensors"),
+        ("--method fp8 --activations fp8", "compressed-tensors"),
         ("--method nf4 --no-double-quant", "bitsandbytes"),
         ("--method gptq --group-size 32 --act-order --windows 1", "gptq"),
         ("--method awq --group-size 32 --windows 1", "awq"),
@@ -227,10 +230,14 @@ def test_the_command_writes_what_the_engine_runs(
     assert raw["quantization_config"]["quant_method"] == stored
     ours = load_model(out, "cpu", quantization=stored)
     assert sum(isinstance(part, QuantizedLinear) for part in ours.modules()) == 7
+    layers = [part for part in ours.modules() if isinstance(part, QuantizedLinear)]
+    assert {part.rounds_inputs for part in layers} == {"--activations" in options}
     assert (
         load_tokenizer(out)("def f(")["input_ids"] == load_tokenizer(folder)("def f(")["input_ids"]
     )
-    if "int8" in options:  # what was written is what the engine would have made of the model itself
+    if (
+        "--method int8" in options
+    ):  # what was written is what the engine would have made of the model itself
         twin = load_model(folder, "cpu", quantization="int8")
         assert alone(ours, [[3, 4]], 5) == alone(twin, [[3, 4]], 5)
     assert main(arguments) == 2, "the folder is full now"
@@ -271,6 +278,9 @@ def test_the_command_writes_a_gguf_file(folder, tmp_path, capsys):
             "--format: got compressed-tensors with --act-order; accepted: gptq",
         ),
         ("--method awq --bits 8", "--bits: got 8 for the format awq; accepted: 4"),
+        ("--method nf4 --activations int8", "--activations: got nf4 as --method; accepted: int8"),
+        ("--method fp8 --activations int8", "--activations: got int8 for fp8; accepted: fp8"),
+        ("--method gptq --activations int8", "--format: got gptq with --activations; accepted: co"),
         ("--method int8 --model no/such/folder", "unknown model 'no/such/folder'"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from book import glossary, order, translations
+from book import glossary, notebooks, order, translations
 from book.agreement import differences
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -73,8 +73,11 @@ def test_pages_of_the_book_lead_to_their_translations_and_back():
 
 
 def test_the_book_lists_korean_lessons_by_their_short_titles():
-    titles = {chapter.page: chapter.title for chapter in order.korean(REPOSITORY)}
-    assert set(titles) == {*PAGES, *translations.OWN}
+    chapters = order.korean(REPOSITORY)
+    titles = {chapter.page: chapter.title for chapter in chapters}
+    below = {chapter.page for each in chapters for chapter in each.below}
+    translated = {notebooks.place_of(page) for page in notebooks.pages(REPOSITORY)}
+    assert {*titles, *below} == {*PAGES, *translations.OWN, *translated}
     for page, title in titles.items():
         number = re.search(r"/l(\d\d)_", page)
         assert title.startswith(f"{number[1]} ") if number else title

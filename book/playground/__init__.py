@@ -2,7 +2,8 @@
 
     python -m book.playground          computes the tables again, into book/static/playground
 
-Every number that such a page shows was computed here, by the course's own code, for every position
-of its sliders. JavaScript looks it up and draws, and knows no formula. So the pages work from a
-folder, where a browser runs no Python, and the test compares what is shown with what Python gives.
+Every number that such a page shows is computed by the course's own code, and JavaScript knows no
+formula: it draws. Most tables were computed before, for every position of the sliders. Where a
+visitor's actions are too many for that, the lessons' Python itself runs in the page (live.py). All
+pages work from a folder, without a network. The tests compare what is shown with what Python gives.
 """

@@ -49,7 +49,10 @@ def title(name: str) -> str:
 def framed(heading: str, body: str) -> str:
     """HTML. Errors of its scripts are shown in #errors."""
     said = html.escape(heading)
-    watch = '<pre id="errors"></pre><script>onerror = (m) => (errors.textContent += m);</script>'
+    watch = (
+        '<pre id="errors"></pre><script>onerror = (m) => (errors.textContent += m); '
+        "onunhandledrejection = (e) => onerror(e.reason);</script>"
+    )
     head = f'<meta charset="utf-8"><title>{said}</title><style>{BODY}</style>'
     return f'<!doctype html><html lang="en">{head}<h1>{said}</h1>{watch}\n{body}</html>\n'
 

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from book.playground import packing
+
 STATIC = Path(__file__).parents[1] / "static/playground"
 # ---------------------------------------------------------------- lesson 1: a plan and its roof
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b")
@@ -154,20 +156,40 @@ TABLES: dict[str, Callable[[], dict]] = {
     "run": run,
     "lanes": lanes,
 }
+LIVE = ("timeline", "blocks")  # pages that ask the lessons' Python itself
+SCRIPTS = TABLES | {"course": packing.table}
 
 
 def script(name: str) -> str:
     """A table as a script, because a page from a folder may not read other files."""
-    data = json.dumps(TABLES[name](), separators=(",", ":"))
+    data = json.dumps(SCRIPTS[name](), separators=(",", ":"))
     return (
         "// Computed by book/playground/tables.py.\n"
         f"window.PLAYGROUND = window.PLAYGROUND || {{}};\nwindow.PLAYGROUND.{name} = {data};\n"
     )
 
 
+TRACE, VIEWER = STATIC / "trace.json", STATIC / "trace.html"
+
+
+def record_trace() -> None:
+    """The same run as the film's once more, with its times on this machine."""
+    from reference.trace.film import run as film
+
+    film.run_traced(TRACE)
+
+
+def trace_page() -> str:
+    """The engine's viewer with the recorded trace in it."""
+    from reference.trace.recorder import page
+
+    return page(TRACE)
+
+
 def write() -> None:
     """All tables, into the folder that the book copies."""
-    for name in TABLES:
+    VIEWER.write_text(trace_page(), encoding="utf-8")
+    for name in SCRIPTS:
         path = STATIC / f"{name}_data.js"
         path.write_text(script(name), encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size // 1024} KB")

@@ -20,14 +20,22 @@ Multiply = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
 
 class QuantizedLinear(nn.Module):
     """An nn.Linear whose matrix is quantized. multiply: (x, weight, bias) -> [T, N]: naive.py's
-    `dequantize_matmul`, or optimized.py's dispatch to a kernel.
+    `dequantize_matmul`, or optimized.py's dispatch to a kernel. rounds_inputs: whether it rounds x
+    first (lesson 19), so that no product of numbers may take its place.
     """
 
     has_own_product = True  # so it is not merged with its neighbours
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, multiply: Multiply):
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        multiply: Multiply,
+        rounds_inputs: bool = False,
+    ):
         super().__init__()
         self.quantized, self.bias, self.multiply = weight, bias, multiply
+        self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]

@@ -25,6 +25,7 @@ from lessons.l06_mla.deepseek import decoder_class
 from lessons.l06_mla.gpt_oss import StackedExperts, StackedMoE
 from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.pipeline import split_layers
+from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
 from lessons.l20_parallelism.shards.layers import (
     Elsewhere,
@@ -50,16 +51,30 @@ def shard(model: Decoder, links: Links, expert_parallel: bool = False) -> Decode
     expert_parallel: each rank of links.tensor holds some experts whole, not a strip of each. Raises
     ValueError for a model that cannot be cut so.
     """
-    config, group = model.config, links.tensor
+    config = model.config
     part, whole = new_part(config, links, expert_parallel), model.state_dict()
     weights: dict[str, Tensor] = {}
     for name in part.state_dict():
         tensor = whole[name]
-        index = slices_of(
-            config, name, tensor.shape, group.rank, group.size, expert_parallel=expert_parallel
-        )
+        index = own_slices(config, name, tensor.shape, links, expert_parallel)
         weights[name] = tensor[index].clone()  # because a view would keep the whole one in memory
     return finish(part, weights, config, links, expert_parallel)
+
+
+def own_slices(
+    config: ModelConfig,
+    name: str,
+    shape: tuple[int, ...] | list[int],
+    links: Links,
+    expert_parallel: bool = False,
+) -> tuple[slice, ...]:
+    """What this rank keeps of a tensor of the whole model. Arguments as in `slices_of`."""
+    group = links.tensor
+    if links.experts is not None and ".experts." in name:
+        group = links.experts
+    elif links.experts is not None and ".shared_experts." in name:
+        group = Group.alone()  # whole, because a rank runs them for tokens that no other rank has
+    return slices_of(config, name, shape, group.rank, group.size, expert_parallel=expert_parallel)
 
 
 def new_part(config: ModelConfig, links: Links, expert_parallel: bool = False) -> Decoder:
@@ -68,12 +83,17 @@ def new_part(config: ModelConfig, links: Links, expert_parallel: bool = False) -
     """
     place = links.tensor.rank, links.tensor.size
     local = local_config(config, *place, expert_parallel=expert_parallel)
+    if links.experts is not None:
+        local = replace(local, moe=config.moe)
     stages = split_layers(config.num_hidden_layers, links.pipeline.size)
     num_tokens = len(vocabulary_rows(config.vocab_size, *place))
     with torch.device("meta"):
         part = decoder_class(config)(replace(local, vocab_size=num_tokens))
-        if expert_parallel and links.tensor.size > 1:
+        if links.experts is not None:
+            keep_own_experts(part, links.experts.rank, links.experts.size)
+        elif expert_parallel and links.tensor.size > 1:
             keep_own_experts(part, *place)
+            keep_strips(part, links.tensor.size)
     part.config = local  # with the whole vocabulary, because prompts and logits are whole
     for index in range(config.num_hidden_layers):
         if index not in stages[links.pipeline.rank]:
@@ -86,7 +106,7 @@ def new_part(config: ModelConfig, links: Links, expert_parallel: bool = False) -
 
 
 def keep_own_experts(part: Decoder, rank: int, size: int) -> None:
-    """Of each layer's routed experts some whole, of the shared ones a strip."""
+    """Of each layer's routed experts some whole."""
     config = part.config
     for layer in part.layers:
         moe = layer.mlp
@@ -100,8 +120,14 @@ def keep_own_experts(part: Decoder, rank: int, size: int) -> None:
         for index in range(len(moe.experts)):
             if index not in own:
                 moe.experts[index] = Elsewhere()
-        if config.moe.n_shared_experts:
-            moe.shared_experts = MLP(config, config.moe.shared_width // size)
+
+
+def keep_strips(part: Decoder, size: int) -> None:
+    """Of each layer's shared experts a strip."""
+    config = part.config
+    for layer in part.layers:
+        if isinstance(layer.mlp, MoE) and config.moe.n_shared_experts:
+            layer.mlp.shared_experts = MLP(config, config.moe.shared_width // size)
 
 
 def finish(
@@ -138,10 +164,10 @@ def connect(part: Decoder, links: Links, expert_parallel: bool = False) -> None:
             for name in ("q_norm", "k_norm"):
                 norm = getattr(layer.self_attn, name)
                 setattr(layer.self_attn, name, NormOverRanks(norm, group))
-        if isinstance(layer.mlp, (MoE, StackedMoE)):
-            layer.mlp = summed(layer.mlp, links, expert_parallel)
-        else:
+        if not isinstance(layer.mlp, (MoE, StackedMoE)):
             layer.mlp.down_proj = RowParallel(layer.mlp.down_proj, group)
+        elif links.experts is None:  # else rows travel to them, which is lesson 23's
+            layer.mlp = summed(layer.mlp, links, expert_parallel)
 
 
 def summed(moe: nn.Module, links: Links, expert_parallel: bool) -> SummedExperts:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.linear import QuantizedLinear, linear_of, with_linears
+from lessons.l19_kv_quantization.activations.rotations import RotatedInput, RotatedOutput
 from lessons.l21_multi_lora import optimized
 from lessons.l21_multi_lora.batch import AdapterBatch, AdapterContext
 from lessons.l21_multi_lora.kernels import stand_ins
@@ -26,11 +27,12 @@ from lessons.toolbox.model.arguments import check_whole, refuse
 
 AddLora = Callable[[Tensor, Tensor, SlotWeights, AdapterBatch], Tensor]
 KINDS = (nn.Linear, QuantizedLinear)
+ROTATED = (RotatedInput, RotatedOutput)  # adapters read and write what is outside of a rotation
 # Layers of one parent that are called one after the other with the same x.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Layers that get no adapter: a routed expert sees some rows of a step in an order of its own, and
-# absorption multiplies by the rows of kv_b_proj (lesson 6).
-NOT_ALONE = (".experts.", "kv_b_proj")
+# absorption multiplies by the rows of kv_b_proj (lesson 6). ".linear" is inside of a rotation.
+NOT_ALONE = (".experts.", "kv_b_proj", ".linear")
 
 
 class LoRALinear(nn.Module):
@@ -94,7 +96,7 @@ def with_adapter_slots(
         )
         return LoRALinear(linear, weights, context, add_lora)
 
-    for kind in KINDS:
+    for kind in (*ROTATED, *KINDS):
         model = with_linears(model, kind, adaptable)
     if add_lora is optimized.add_lora:
         share_launches(adapter_layers(model))

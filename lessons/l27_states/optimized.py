@@ -90,7 +90,8 @@ def gated_delta_step(
 
     Sequence b's state is states[slots[b]], which is read and written in place; all other slots stay
     as they are. −1 is a row that pads the batch: its output is 0. Two sequences may not share a
-    slot. Raises ValueError.
+    slot. States are float32, float16 or bfloat16, whatever q, k and v are; the step computes in
+    float32 and rounds once, when it writes. Raises ValueError.
     """
     return state_step(q, k, v, log_decay, beta, states, slots)
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from lessons.toolbox.language import said
 from lessons.toolbox.model.arguments import one_line
 
 NUMBERS = {"int": "a whole number", "float": "a number"}
@@ -78,10 +79,10 @@ def run_command(name: str, run: Callable[[], int], interrupted: str = "interrupt
     try:
         return run()
     except (ValueError, OSError) as error:
-        print(one_line(f"{name}: {error}"), file=sys.stderr)
+        print(one_line(f"{name}: {said(str(error))}"), file=sys.stderr)
         return 2
     except (KeyboardInterrupt, RuntimeError) as error:
         if not was_interrupted(error):
             raise
-        print(one_line(f"{name}: {interrupted}"), file=sys.stderr)
+        print(one_line(f"{name}: {said(interrupted)}"), file=sys.stderr)
         return 130

@@ -18,6 +18,7 @@ from lessons.toolbox.model.config_json import read_json
 
 if TYPE_CHECKING:
     from lessons.l18_weight_quantization.linear import Multiply
+    from reference.checkpoints.quantized_checkpoint import Rounded
 
 GGUF = "gguf"
 
@@ -29,7 +30,7 @@ def stored_method(name_or_path: str | os.PathLike) -> str | None:
     if is_gguf(name_or_path):
         return GGUF
     found = checkpoint.load_config(name_or_path).quantization_config
-    return None if found is None else found["quant_method"]
+    return None if found is None else found["quant_method"].removeprefix("intel/")  # AutoRound's
 
 
 def load_any(
@@ -38,12 +39,13 @@ def load_any(
     dtype: torch.dtype = torch.float32,
     multiply: Multiply | None = None,
     gguf_options: dict | None = None,
+    rounded: Rounded | None = None,
 ) -> Decoder:
     """The model, by folder, hub name or .gguf file; quantized layers keep their codes.
 
     dtype: of what is not quantized. multiply: the product of a quantized layer of a folder, None:
-    the naive one; gguf_options: `multiply` and `prepare` of load_gguf, for a file. Raises
-    CheckpointError.
+    the naive one; gguf_options: `multiply` and `prepare` of load_gguf, for a file. rounded: the
+    product where a folder wants inputs rounded (load_quantized). Raises CheckpointError.
     """
     stored = stored_method(name_or_path)
     # Each reader, and each decoder but lesson 2's, is imported where a file asks for it.
@@ -59,8 +61,8 @@ def load_any(
         return load_gguf(name_or_path, device, dtype, **(gguf_options or {}))
     from reference.checkpoints.quantized_checkpoint import load_quantized
 
-    products = () if multiply is None else (multiply,)
-    return load_quantized(name_or_path, device, dtype, *products)
+    products = {} if multiply is None else {"multiply": multiply}
+    return load_quantized(name_or_path, device, dtype, rounded=rounded, **products)
 
 
 def load_any_tokenizer(name_or_path: str | os.PathLike):

@@ -22,34 +22,59 @@ from lessons.l18_weight_quantization.weights import (
     Nf4Weight,
     QuantizedWeight,
 )
-from lessons.toolbox.model.arguments import shown
-from reference.checkpoints.layouts import FLOATS, Layout, Parts, expect, grouped
+from lessons.toolbox.model.arguments import refuse, shown
+from reference.checkpoints.layouts import (
+    ACTIVATION_SCALES,
+    FLOATS,
+    Layout,
+    Parts,
+    check_bits,
+    expect,
+    grouped,
+    groups_of,
+    natural_codes,
+)
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
 
 
 # ---------------------------------------------------------------- 8 bits
 
 
-def int_quantized() -> Layout:
-    """compressed-tensors' "int-quantized" (and "naive-quantized" with whole numbers): codes around
-    0, a scale for each row or for the matrix.
+def int_quantized(bits: int = 8, group_size: int | None = None) -> Layout:
+    """compressed-tensors' "int-quantized" (and "naive-quantized" with whole numbers): a byte for
+    each code of 4 or 8 bits, around 0. group_size: inputs that share a scale; None: a scale for
+    each row or for the matrix.
     """
     ends = ("weight", "weight_scale", "weight_zero_point")
+    low = -(2 ** (bits - 1))
 
     def read(parts: Parts, shape: tuple[int, int]) -> GroupedInt:
-        codes = expect(parts, "weight", shape, torch.int8)
-        scales = row_scales(parts, "weight_scale", shape)
-        if scales.shape == (1, 1):
+        codes = expect(parts, "weight", shape, torch.int8).int()
+        if bool((codes < low).any()) or bool((codes >= -low).any()):
+            raise ValueError(f"weight: got codes beyond {bits} bits; accepted: {low} to {-low - 1}")
+        count = 1 if group_size is None else groups_of(shape[1], group_size)
+        if group_size is None:
+            scales = row_scales(parts, "weight_scale", shape)
             scales = scales.expand(shape[0], 1)
+        else:
+            scales = expect(parts, "weight_scale", (shape[0], count), *FLOATS)
         zeros = None
         if "weight_zero_point" in parts:
-            zeros = expect(parts, "weight_zero_point", (shape[0], 1), torch.int8)
-            zeros = (zeros.int() + 128).to(torch.uint8)
-        return grouped((codes.int() + 128).to(torch.uint8), scales, zeros, 8)
+            zeros = expect(parts, "weight_zero_point", (shape[0], count), torch.int8)
+            zeros = (zeros.int() - low).to(torch.uint8)
+        return grouped((codes - low).to(torch.uint8), scales, zeros, bits)
 
-    return Layout("int-quantized", "weight_scale", ends, read, unread=ACTIVATION_SCALES)
+    def write(weight: QuantizedWeight) -> Parts:
+        check_bits(weight, bits, "int-quantized")
+        if weight.order is not None:
+            refuse("int-quantized", "columns in another order", "GPTQ without act-order")
+        parts = {"weight": natural_codes(weight).int() + low, "weight_scale": weight.scales}
+        if weight.zeros is not None:
+            parts["weight_zero_point"] = weight.zeros.int() + low
+        return {end: x if end == "weight_scale" else x.to(torch.int8) for end, x in parts.items()}
+
+    return Layout("int-quantized", "weight_scale", ends, read, write, ACTIVATION_SCALES)
 
 
 def float_quantized(scale: str = "weight_scale", tile: bool = False) -> Layout:

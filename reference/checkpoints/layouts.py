@@ -8,12 +8,12 @@ A Layout turns these tensors into a QuantizedWeight and back, without losing a b
 computed anew, codes only move. Its `marker` tells a quantized layer from one that was left alone.
 
     name                 codes                                  zeros stored as
-    gptq                 int32 along K, [K / 8, N]              zero − 1, [K / group, N / 8]
+    gptq                 int32 along K, [K · bits / 32, N]      zero − 1, [K / group, N · bits / 32]
     gptq_v2              the same                               zero
     awq                  int32 along N, interleaved, [K, N / 8] zero, interleaved, [K / group, N /
                          8]
     pack-quantized       int32 along K, [N, K / 8]              zero, [N / 8, K / group]
-    int-quantized        int8, [N, K]                           int8, [N, 1], if there are any
+    int-quantized        int8, [N, K], also for 4 bits          int8, [N, K / group], or none
     float-quantized      float8, [N, K]                         none
     bitsandbytes, int8   int8, [N, K]                           none
     bitsandbytes, nf4    uint8, two a byte, [N · K / 2, 1]      none
@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 
 from lessons.l18_weight_quantization.weights import GroupedInt, QuantizedWeight, pack, unpack
+from reference.checkpoints.words import from_words, to_words
 
 Parts = dict[str, Tensor]  # the tensors of one matrix by the ends of their names
+ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column each nibble of AutoAWQ's int32 holds
 
 
@@ -53,24 +55,7 @@ class Layout:
     unread: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------- int32 words
-
-
-def to_words(codes: Tensor, bits: int) -> Tensor:
-    """codes: [rows, n] below 2^bits -> [rows, n · bits / 32] int32, the first code in the lowest
-    bits. n must be a multiple of 32 / bits.
-    """
-    each = 32 // bits
-    shifts = torch.arange(0, 32, bits, device=codes.device)
-    words = (codes.long().unflatten(-1, (-1, each)) << shifts).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).int()
-
-
-def from_words(words: Tensor, bits: int) -> Tensor:
-    """The inverse of to_words: [rows, words] int32 -> [rows, words · 32 / bits] uint8."""
-    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
-    codes = (words[..., None] >> shifts) & (2**bits - 1)
-    return codes.flatten(-2).to(torch.uint8)
+# ---------------------------------------------------------------- parts
 
 
 def expect(parts: Parts, end: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
@@ -120,8 +105,11 @@ def grouped(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor | None = None
 ) -> GroupedInt:
     """codes: [N, K] in their natural columns; scales, zeros: [N, groups] -> GroupedInt. Zeros that
-    all are the symmetric ones are left out.
+    all are the symmetric ones are left out. Codes of 2 and 3 bits are kept as codes of 4.
     """
+    if bits < 4:
+        lag = 8 - 2 ** (bits - 1)  # so that the symmetric zero is that of 4 bits
+        codes, zeros, bits = codes + lag, None if zeros is None else zeros + lag, 4
     if order is not None:
         codes = codes[:, order]
     groups = codes.unflatten(1, (scales.shape[1], -1))
@@ -144,17 +132,19 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def gptq(bits: int, group_size: int, zeros_less_one: bool = True) -> Layout:
-    """AutoGPTQ's and GPTQModel's. group_size: -1 for one group a row. zeros_less_one: the first
-    form of the format stores zero − 1, "gptq_v2" stores zero.
+    """AutoGPTQ's and GPTQModel's, of 2, 3, 4 or 8 bits; 4 and 8 are also written. group_size: -1
+    for one group a row. zeros_less_one: the first form of the format stores zero − 1, "gptq_v2"
+    stores zero.
     """
-    each, lag, name = 32 // bits, int(zeros_less_one), "gptq" if zeros_less_one else "gptq_v2"
+    lag, name = int(zeros_less_one), "gptq" if zeros_less_one else "gptq_v2"
 
     def read(parts: Parts, shape: tuple[int, int]) -> GroupedInt:
         rows, columns = shape
         size = columns if group_size == -1 else group_size
         count = groups_of(columns, size)
-        qweight = expect(parts, "qweight", (columns // each, rows), torch.int32)
-        qzeros = expect(parts, "qzeros", (count, rows // each), torch.int32)
+        check_words(rows, columns, bits, name)
+        qweight = expect(parts, "qweight", (columns * bits // 32, rows), torch.int32)
+        qzeros = expect(parts, "qzeros", (count, rows * bits // 32), torch.int32)
         scales = expect(parts, "scales", (count, rows), *FLOATS)
         codes = from_words(qweight.T.contiguous(), bits)  # [N, K]
         # & because a zero of 0 is stored as the largest number, which comes before 0 in a circle
@@ -165,7 +155,7 @@ def gptq(bits: int, group_size: int, zeros_less_one: bool = True) -> Layout:
         return grouped(codes, scales.T, zeros.T, bits, order)
 
     def write(weight: GroupedInt) -> Parts:
-        check_written(weight, bits, each, name)
+        check_written(weight, bits, name)
         codes, zeros = natural_codes(weight), zeros_of(weight).int() - lag & 2**bits - 1
         groups = torch.arange(codes.shape[1], device=codes.device) // weight.group_size
         g_idx = groups
@@ -200,18 +190,29 @@ def order_of(g_idx: Tensor, group_size: int) -> Tensor | None:
     return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
 
 
-def check_written(weight: QuantizedWeight, bits: int, each: int, name: str) -> tuple[int, int]:
-    """The matrix's shape. Raises ValueError for one that the layout cannot hold."""
+def check_written(weight: QuantizedWeight, bits: int, name: str) -> tuple[int, int]:
+    """The matrix's shape. Raises ValueError for one that does not fill words of 32 bits."""
+    check_bits(weight, bits, name)
+    check_words(*weight.shape, bits, name)
+    return weight.shape
+
+
+def check_bits(weight: QuantizedWeight, bits: int, name: str) -> None:
+    """Raise ValueError for another format, or for whole numbers of other bits."""
     if not isinstance(weight, GroupedInt) or weight.bits != bits:
         bits_of = f"{weight.bits} bits" if isinstance(weight, GroupedInt) else "no whole numbers"
         raise ValueError(f"{name}: got {type(weight).__name__}, {bits_of}; accepted: {bits} bits")
-    rows, columns = weight.shape
+
+
+def check_words(rows: int, columns: int, bits: int, name: str) -> None:
+    """Raise ValueError for a matrix whose rows or columns do not fill whole words."""
+    words = bits if 32 % bits else 1
+    each = 32 * words // bits
     if rows % each or columns % each:
         raise ValueError(
-            f"{name}: got a matrix {[rows, columns]}; accepted: multiples of {each}, because an "
-            f"int32 holds {each} codes"
+            f"{name}: got a matrix {[rows, columns]}; accepted: multiples of {each}, because "
+            f"{words} int32 hold {each} codes"
         )
-    return rows, columns
 
 
 # ---------------------------------------------------------------- AWQ
@@ -237,7 +238,7 @@ def awq(group_size: int) -> Layout:
         return grouped(columns_of(qweight).T, scales.T, columns_of(qzeros).T, 4)
 
     def write(weight: GroupedInt) -> Parts:
-        check_written(weight, 4, 8, "awq")
+        check_written(weight, 4, "awq")
         return {
             "qweight": words_of(natural_codes(weight).T),
             "qzeros": words_of(zeros_of(weight).T),
@@ -256,6 +257,7 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool = True) ->
     """
     each = 32 // bits
     ends = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    unread = ("weight_shape", *ACTIVATION_SCALES)
 
     def read(parts: Parts, shape: tuple[int, int]) -> GroupedInt:
         rows, columns = shape
@@ -275,7 +277,7 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool = True) ->
         return grouped(from_words(packed, bits), scales, zeros, bits, order)
 
     def write(weight: GroupedInt) -> Parts:
-        rows, columns = check_written(weight, bits, each, "pack-quantized")
+        rows, columns = check_written(weight, bits, "pack-quantized")
         if weight.order is not None:
             raise ValueError(
                 "pack-quantized: got columns in another order; accepted: GPTQ without act-order, "
@@ -291,4 +293,4 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool = True) ->
             parts["weight_zero_point"] = to_words(zeros.T, bits).T.contiguous()
         return parts
 
-    return Layout("pack-quantized", "weight_packed", ends, read, write, ("weight_shape",))
+    return Layout("pack-quantized", "weight_packed", ends, read, write, unread)

@@ -10,8 +10,8 @@ tensors (layouts.py). config.json only says how to read them. Nothing is unpickl
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,17 +47,21 @@ from lessons.toolbox.model.places import (
     stored_name,
     turning_last,
 )
-from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog, open_file
+from lessons.toolbox.model.stored import CODE_DTYPES, STORED_DTYPES, Stored, catalog
+from reference.checkpoints.codes import KEPT_DENSE, Codes
 from reference.checkpoints.float_layouts import is_tiled, mxfp4
-from reference.checkpoints.layouts import Layout, Parts
-from reference.checkpoints.quantization_config import read_layouts
+from reference.checkpoints.inputs import Rounding
+from reference.checkpoints.layouts import Parts
+from reference.checkpoints.quantization_config import Says, StoredAs, read_layouts
 from reference.checkpoints.quantized_experts import QuantizedExperts
+from reference.checkpoints.transforms import Matrices, rotated
 
 if TYPE_CHECKING:
     from lessons.l17_tree_speculation.heads.heads import MTPDraft
 
-# Latent attention multiplies by the rows of this matrix, so it is read as numbers.
-KEPT_DENSE = "kv_b_proj"
+# a product of inputs that are rounded first: (matrix, rounding, product of numbers) -> the matrix
+# as it takes it, and itself
+Rounded = Callable[[QuantizedWeight, Rounding, Multiply], tuple[QuantizedWeight, Multiply]]
 
 
 def load_quantized(
@@ -65,24 +69,26 @@ def load_quantized(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     multiply: Multiply = dequantize_matmul,
+    rounded: Rounded | None = None,
 ) -> Decoder:
-    """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AWQ, compressed-tensors
-    (FP8, INT8, INT4, NVFP4), ModelOpt (FP8, NVFP4), fine-grained FP8, bitsandbytes (NF4,
-    LLM.int8), gpt-oss in MXFP4.
+    """A checkpoint with a quantization_config, by folder or hub name: GPTQ, AutoRound, AWQ,
+    compressed-tensors (FP8, INT8, INT4, NVFP4), ModelOpt (FP8, NVFP4), fine-grained FP8,
+    bitsandbytes (NF4, LLM.int8), gpt-oss in MXFP4.
 
-    dtype: of what is not quantized. multiply: the product of a quantized layer. Raises
+    dtype: of what is not quantized. multiply: the product of a quantized layer. rounded: that of
+    one whose inputs the checkpoint wants rounded; None keeps them as they are. Raises
     CheckpointError, in one line, for what cannot be read.
     """
     device, dtype = read_device(device), read_dtype(dtype)
     config = load_config(name_or_path)
-    layouts = layouts_of(name_or_path, config)
+    says = says_of(name_or_path, config)
     folder = find_folder(name_or_path, SMALL_FILES + WEIGHT_FILES)
     stored = catalog(folder, STORED_DTYPES + CODE_DTYPES)
     stored = of_the_decoder(stored, config)
     check_room(folder, len(stored), config)
     with torch.device("meta"):  # no memory until the weights arrive
         model = decoder_class(config)(config)
-    fill_quantized(model, folder, stored, layouts, multiply, device, dtype)
+    fill_quantized(model, folder, stored, says, multiply, device, dtype, rounded)
     return model.eval().requires_grad_(False)
 
 
@@ -92,13 +98,13 @@ def load_quantized_mtp(
     """The MTP layer of such a checkpoint: lesson 17's load_mtp for codes."""
     from lessons.l17_tree_speculation.heads.mtp_files import find_mtp  # here: few models need it
 
-    layouts = layouts_of(name_or_path, load_config(name_or_path))
+    says = says_of(name_or_path, load_config(name_or_path))
     draft, folder, stored = find_mtp(name_or_path, target, STORED_DTYPES + CODE_DTYPES)
-    fill_quantized(draft, folder, stored, layouts, multiply, target.device, target.dtype)
+    fill_quantized(draft, folder, stored, says, multiply, target.device, target.dtype)
     return draft.eval().requires_grad_(False)
 
 
-def layouts_of(name_or_path: str | os.PathLike, config: ModelConfig) -> list[Layout]:
+def says_of(name_or_path: str | os.PathLike, config: ModelConfig) -> Says:
     """How the matrices of a checkpoint may be stored. Raises CheckpointError."""
     if config.quantization_config is None:
         raise CheckpointError(
@@ -114,17 +120,19 @@ def fill_quantized(
     model: Decoder | MTPDraft,
     folder: Path,
     stored: dict[str, Stored],
-    layouts: list[Layout],
+    says: Says,
     multiply: Multiply,
     device: torch.device,
     dtype: torch.dtype,
+    rounded: Rounded | None = None,
 ) -> None:
     """Fill what is on the meta device; its quantized matrices keep their codes. Raises
     CheckpointError.
     """
     codes = Codes(stored)
-    given = replace_linears(model, codes, layouts, multiply, device)
+    given = replace_linears(model, codes, says, multiply, device, rounded)
     replace_experts(model, codes, multiply, device)
+    matrices = Matrices(codes, says.turns, device)
     plain = {key: entry for key, entry in stored.items() if key not in codes.taken}
     for entry in plain.values():
         if entry.dtype not in STORED_DTYPES:
@@ -134,39 +142,19 @@ def fill_quantized(
             )
     given = {name: tensor.to(device, dtype) for name, tensor in given.items()}
     fill(model, folder, plain, given, device, dtype)
-
-
-class Codes:
-    """The stored tensors of quantized matrices; `taken` notes which have been read."""
-
-    def __init__(self, stored: dict[str, Stored]):
-        self.stored, self.taken = stored, set()
-        self.open = cache(open_file)  # each file once
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.stored
-
-    def parts(self, key: str, ends: tuple[str, ...]) -> Parts:
-        """Those that are stored as key + end, by their ends."""
-        found = {end: self.stored[key + end] for end in ends if key + end in self.stored}
-        self.taken.update(key + end for end in found)
-        # clone, because a tensor of the file would change or crash with it
-        return {end: self.open(x.file).get_tensor(x.name).clone() for end, x in found.items()}
-
-    def skip_empty_bias(self, key: str) -> None:
-        """AutoGPTQ stores a bias of zeros for layers that have none."""
-        if key + "bias" in self and not self.parts(key, ("bias",))["bias"].any():
-            return
-        self.taken.discard(key + "bias")  # loading what is left will refuse it by name
-
-    def where(self, key: str) -> str:
-        """A layer as an error names it."""
-        entry = next(x for name, x in self.stored.items() if name.startswith(key))
-        return f"layer {key.rstrip('._')} in {entry.file}"
+    try:
+        rotated(model, says.turns, matrices, codes)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def replace_linears(
-    model: Decoder, codes: Codes, layouts: list[Layout], multiply: Multiply, device: torch.device
+    model: Decoder,
+    codes: Codes,
+    says: Says,
+    multiply: Multiply,
+    device: torch.device,
+    rounded: Rounded | None,
 ) -> dict[str, Tensor]:
     """Every nn.Linear of the model that is stored as codes becomes a QuantizedLinear. Returns what
     was read as numbers instead, [N, K] each, by its name in the model. Raises CheckpointError that
@@ -181,22 +169,32 @@ def replace_linears(
             continue
         place = places[f"{name}.weight"]
         key = place.key.removesuffix("weight")
-        layout = next((x for x in layouts if key + x.marker in codes), None)
-        if layout is None:
+        layer = key.removesuffix(".")
+        if layer not in codes.names:
             continue
         try:
-            parts = codes.parts(key, layout.ends)
-            weight = layout.read(parts, (rows[place.key], linear.in_features))
-            weight = rows_of(weight, places[f"{name}.weight"], name, model).to(device)
+            said = says.of(codes.names[layer]) or StoredAs([])
+            layout = next((x for x in said.layouts if key + x.marker in codes), None)
+            if layout is None:
+                continue
+            weight = layout.read(codes.parts(key, layout.ends), (rows[place.key], place.shape[1]))
+            weight = rows_of(weight, place, name, model).to(device)
+            beside, product = codes.parts(key, layout.unread), multiply
+            rounding = None
+            if said.inputs is not None and rounded is not None and not name.endswith(KEPT_DENSE):
+                rounding = said.inputs.read(beside)
+            if rounding is not None:
+                weight, product = rounded(weight, rounding.to(device), multiply)
         except ValueError as error:
             raise CheckpointError(f"{codes.where(key)}: {error}") from error
-        codes.parts(key, layout.unread)
         if linear.bias is None:
             codes.skip_empty_bias(key)
         if name.endswith(KEPT_DENSE):
             given[f"{name}.weight"] = weight.dequantize()
         else:
-            model.set_submodule(name, QuantizedLinear(weight, linear.bias, multiply))
+            model.set_submodule(
+                name, QuantizedLinear(weight, linear.bias, product, rounding is not None)
+            )
     return given
 
 

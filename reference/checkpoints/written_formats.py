@@ -17,9 +17,11 @@ from lessons.toolbox.model.arguments import refuse
 from reference.checkpoints.float_layouts import (
     bnb_nf4,
     float_quantized,
+    int_quantized,
     is_tiled,
     tiles_of,
 )
+from reference.checkpoints.inputs import KINDS
 from reference.checkpoints.layouts import Layout, awq, gptq, pack_quantized
 from reference.checkpoints.nvfp4_layouts import modelopt_nvfp4, nvfp4_pack_quantized
 
@@ -123,6 +125,32 @@ def compressed_integers(weights: Weights) -> Plan:
     scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric}
     scheme |= {"group_size": size, "strategy": strategy}
     return pack_quantized(bits, size, symmetric), scheme
+
+
+def rounding_inputs(plan: Plan, activations: str) -> Plan:
+    """The plan of `as_compressed` for layers whose inputs are rounded, each token with a scale of
+    its own. activations: "int8" or "fp8". Whole numbers then have a byte each, as the library
+    writes them. Raises ValueError for matrices of floats with inputs of whole numbers.
+    """
+    layout, config = plan
+    (group,) = config["config_groups"].values()
+    kinds = {name: kind for kind, name in KINDS.items()}
+    if activations not in kinds:
+        refuse("activations", activations, " or ".join(kinds))
+    weights = group["weights"]
+    if weights["type"] == "float" and (activations, layout.name) != ("fp8", "float-quantized"):
+        refuse("activations", activations, "fp8 for FP8, int8 or fp8 for whole numbers")
+    group["input_activations"] = {
+        "num_bits": 8,
+        "type": kinds[activations],
+        "strategy": "token",
+        "dynamic": True,
+        "symmetric": True,
+    }
+    if weights["type"] == "int":
+        layout = int_quantized(weights["num_bits"], weights["group_size"])
+        config["format"] = group["format"] = layout.name
+    return layout, config
 
 
 def as_fp8(weights: Weights) -> Plan:

@@ -4,6 +4,7 @@ for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from lessons.l12_paged_kv.blocks import BlockManager
 from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.naive import HashBlocks
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.model.placement import launching_on
 from reference.checkpoints.any_checkpoint import llava_folder
@@ -168,9 +170,7 @@ def max_model_len_of(args: EngineArgs, config: ModelConfig) -> int:
     """As many tokens as were asked for, or as the model can. Raises ValueError for more."""
     most = config.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > most:
-        raise ValueError(
-            f"max_model_len: got {args.max_model_len}; accepted: at most {most}, the model's"
-        )
+        refuse("max_model_len", args.max_model_len, f"at most {most}, the model's")
     return args.max_model_len or most
 
 
@@ -206,10 +206,11 @@ def new_runner(
     taps: tuple[int, ...] = (),
     tree: Tree | None = None,
     groups: WindowGroups | None = None,
+    kind: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """A model over a pool of its own, on a GPU with its decode steps as CUDA graphs. taps: where a
     draft reads it; tree: what its sequences run while they decode, None: one token, or a chain;
-    groups: of its layers, None: one.
+    groups: of its layers, None: one. kind: of the runner.
     """
     size, rung = (num_blocks, args.block_size, max_model_len), None
     if args.batch_invariant or args.attention_config is not None:
@@ -217,7 +218,7 @@ def new_runner(
 
         model, rung = prepared_for(model, args, groups)
     how = args.kv_cache_dtype, adapters, tree is not None, rung, groups
-    runner = ModelRunner(model, *size, *how)
+    runner = kind(model, *size, *how)
     runner.taps = taps
     if model.config.state is not None:
         from reference.features.states.room import hold_states
@@ -290,7 +291,7 @@ def new_scheduler(
 
         limits |= dict(host=transfer_host(blocks))
     if proposer is None:
-        return ChunkedScheduler(blocks, **limits)
+        return runner.new_scheduler(blocks, **limits)
     from reference.speculation.by_load import chooser_of
     from reference.speculation.lookahead import LookaheadScheduler
 

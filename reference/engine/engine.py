@@ -53,10 +53,8 @@ class Engine:
         seed: int | None = None,
         speculation: Speculation | None = None,
     ):
-        self.runner = runner
-        self.scheduler = scheduler
-        self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
+        self.runner, self.scheduler, self.device = runner, scheduler, runner.model.device
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.prompts = Prompts(tokenizer, runner, max_model_len)
         self.speculation = speculation
         self.sampler = Sampler() if speculation is None else speculation.verify
@@ -65,7 +63,6 @@ class Engine:
         self.transfers = StaysHere()
         self.under_way: list[EngineSequence] = []  # launched and not told, if a step is ahead
         self.admit: Callable[[EngineRequest], None] = lambda request: None  # may raise
-        self.device = runner.model.device
         self.ids, self.seeds = count(), Random(seed)  # of sequences, of requests
 
     @property
@@ -266,14 +263,17 @@ class Engine:
         forks from one now. hidden: [T, hidden_size]. Returns these sequences.
         """
         rows, sequences = sampled_rows(step)
-        found = self.sampler(self.runner.logits(hidden, rows), sequences) if rows else []
-        now = time.monotonic()
+        found = self.emit(hidden, rows, sequences) if rows else []
         for sequence, emitted in zip(sequences, found):
             for token, logprobs in zip(emitted.tokens, emitted.logprobs):
                 if not sequence.finished:  # drafted tokens may follow the one that ends an answer
                     sequence.take(token, logprobs)
-            sequence.request.note_token(now)
+            sequence.request.note_token(time.monotonic())
         return sequences
+
+    def emit(self, hidden: Tensor, rows: list[int], sequences: list[EngineSequence]) -> list:
+        """What each sequence gets (Emitted). hidden: [T, hidden_size]; rows: those to sample."""
+        return self.sampler(self.runner.logits(hidden, rows), sequences)
 
     def fork(self, sampled: list[EngineSequence]) -> None:
         """Let the other answers of a request run, now that its prompt has."""

@@ -19,6 +19,7 @@ from lessons.toolbox.model.arguments import (
 
 if TYPE_CHECKING:
     from reference.engine.cache_arguments import AttentionConfig, KVEventsConfig
+    from reference.engine.expert_arguments import EPLBConfig
     from reference.features.kv_transfer.config import KVTransferConfig
     from reference.speculation.speculative_config import SpeculativeConfig
 
@@ -29,10 +30,11 @@ CHOICES = {
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *KV_FORMATS),
     "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "all2all_backend": ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"),
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
-    enable_expert_parallel disable_hybrid_kv_cache_manager"""
+    enable_expert_parallel enable_eplb disable_hybrid_kv_cache_manager"""
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -91,11 +93,14 @@ class EngineArgs:
     many; max_cpu_loras: how many the host keeps, None: max_loras.
 
     tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each
-    in a process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which
-    share the requests. enable_expert_parallel: a shard has some experts whole instead of a strip of
-    each. distributed_executor_backend: who starts the processes, "mp" (this program) or "ray";
-    None: "mp" if there are several. Memory is that of one process: kv_cache_memory_bytes,
-    gpu_memory_utilization.
+    in a process (and on a GPU) of its own; as many batches as stages are in flight.
+    data_parallel_size: replicas of all of these, which share the requests.
+    enable_expert_parallel: a shard has some experts whole instead of a strip of each; with replicas
+    all of them share the experts, and all2all_backend says how rows travel.
+    enable_eplb: such experts are placed by their loads, with copies of busy ones, as eplb_config
+    says, a dict of vLLM's keys: reference.engine.expert_arguments.
+    distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp"
+    if several. Memory is that of one process: kv_cache_memory_bytes, gpu_memory_utilization.
     """
 
     model: str = "models/tiny"
@@ -140,6 +145,9 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    all2all_backend: str = "allgather_reducescatter"
+    enable_eplb: bool = False
+    eplb_config: "EPLBConfig | dict | None" = None
     distributed_executor_backend: str | None = None
 
     def __post_init__(self):
@@ -187,7 +195,8 @@ class EngineArgs:
             from reference.speculation.speculative_config import SpeculativeConfig
 
             self.speculative_config = SpeculativeConfig.read(self.speculative_config, self.model)
-        self._check_workers()
+        is_known = self.distributed_executor_backend in (None, *BACKENDS)
+        self.require("distributed_executor_backend", is_known, f"None, {', '.join(BACKENDS)}")
         self._check_together()
         least = self.max_num_seqs * self.rows_each
         if self.max_num_batched_tokens is None:
@@ -198,9 +207,7 @@ class EngineArgs:
 
     @property
     def rows_each(self) -> int:
-        """Tokens that a sequence runs in a step at most while it decodes: its newest and a
-        draft.
-        """
+        """Tokens of a sequence in a step at most while it decodes: its newest and a draft."""
         config = self.speculative_config
         return 1 if config is None else 1 + config.num_speculative_tokens
 
@@ -218,13 +225,12 @@ class EngineArgs:
     @property
     def cuts_model(self) -> bool:
         """Whether a process has only a part of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size > 1
+        return self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.shares_experts
 
-    def _check_workers(self) -> None:
-        """What the model's processes cannot do yet."""
-        backend = self.distributed_executor_backend
-        is_known = backend is None or backend in BACKENDS
-        self.require("distributed_executor_backend", is_known, f"None, {', '.join(BACKENDS)}")
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas have the experts together, so that they step together, too."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
@@ -232,6 +238,10 @@ class EngineArgs:
             from reference.engine.cache_arguments import check_configs  # here: few ask for these
 
             check_configs(self)
+        if self.enable_eplb or self.eplb_config is not None:
+            from reference.engine.expert_arguments import check_balance
+
+            check_balance(self)
         method = None if self.speculative_config is None else self.speculative_config.method
         moved = self.kv_offloading_size, self.kv_offloading_folder, self.kv_transfer_config
         if moved != (None, None, None) or self.kv_offloading_folder_size != 16.0:
@@ -259,30 +269,15 @@ class EngineArgs:
         """From keyword arguments as guides pass them. Raises ValueError for one that is unknown."""
         known = [field.name for field in fields(cls)]
         if any(name not in known for name in arguments):
-            from reference.speculation.speculative_config import from_older
+            from reference.speculation.speculative_config import from_older, with_speculative
 
-            arguments = from_older(with_speculative(arguments))
+            arguments = from_older(with_speculative(arguments, SPECULATIVE))
         return cls(**arguments)
 
     def require(self, name: str, fits: bool, accepted: str) -> None:
         """Raise the ValueError of an argument that does not fit."""
         if not fits:
             refuse(name, getattr(self, name), accepted)
-
-
-def with_speculative(arguments: dict) -> dict:
-    """The arguments with spec_method, spec_model and spec_tokens in speculative_config. Raises
-    ValueError for a key that is there, too.
-    """
-    given = {key: arguments.get(name) for name, key in SPECULATIVE.items()}
-    given = {key: value for key, value in given.items() if value is not None}
-    rest = {name: value for name, value in arguments.items() if name not in SPECULATIVE}
-    config = rest.get("speculative_config") or {}
-    if not given:
-        return rest
-    if not isinstance(config, dict) or config.keys() & given.keys():
-        refuse("speculative_config", config, f"None with {', '.join(SPECULATIVE)}")
-    return rest | {"speculative_config": config | given}
 
 
 def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:

@@ -7,8 +7,9 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,11 +201,12 @@ class LLM:
         """
         from reference.features.beam_calls import search_all  # here: it imports the engine
 
-        # one of the replicas, if there are several, because beams share blocks
-        engine = getattr(self.engine, "engines", [self.engine])[0]
         prompts = as_list(prompts)
         adapters = one_each("lora_request", lora_request, len(prompts))
-        return search_all(engine, prompts, params, adapters, use_tqdm)
+        # one of the replicas, if there are several, because beams share blocks
+        alone = getattr(self.engine, "alone", partial(nullcontext, self.engine.engines[0]))
+        with alone() as engine:
+            return search_all(engine, prompts, params, adapters, use_tqdm)
 
     @takes_vllm_names("LLM.chat")
     def chat(

@@ -18,7 +18,6 @@ import torch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.toolbox.measure.device import default_device, default_dtype
-from lessons.toolbox.model import checkpoint
 from lessons.toolbox.model.placement import read_device, read_dtype
 from reference.checkpoints.any_checkpoint import load_any, load_any_tokenizer, stored_method
 from reference.engine.packed import has_own_product
@@ -55,7 +54,7 @@ def load_quantized(
 ) -> Decoder:
     """A checkpoint of codes, or one of numbers that get fewer bits now. stored: its own method."""
     # here, because a model of plain numbers needs none of lesson 18
-    from reference.weights.activations import with_rounded_inputs
+    from reference.weights.activations import rounded_product
     from reference.weights.quantization import (
         check_method,
         check_stored,
@@ -69,10 +68,7 @@ def load_quantized(
         return quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     check_stored(quantization, stored)
     products = multiply_for(device, dtype), gguf_products(device, dtype)
-    model = load_any(name_or_path, device, dtype, *products)
-    if stored == "compressed-tensors":
-        with_rounded_inputs(model, checkpoint.load_config(name_or_path).quantization_config)
-    return model
+    return load_any(name_or_path, device, dtype, *products, rounded=rounded_product)
 
 
 def finished(model: Decoder, device: torch.device) -> Decoder:

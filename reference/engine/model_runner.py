@@ -24,6 +24,7 @@ from lessons.l12_paged_kv.runner import (
     step_batch,
 )
 from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from reference.engine.packed import packed
 
 if TYPE_CHECKING:  # features are imported where one is asked for
@@ -44,6 +45,8 @@ class ModelRunner:
     prepares the model for the usual one. groups: of its layers, each with blocks of its own; None:
     a block holds all layers.
     """
+
+    new_scheduler = ChunkedScheduler  # of an engine on it that does not speculate
 
     def __init__(
         self,
@@ -183,6 +186,15 @@ class ModelRunner:
         if rows != list(range(len(hidden))):  # a list of indices makes Python wait for the GPU
             hidden = hidden[rows]
         return self.model.logits(hidden)
+
+    def scores(self, hidden: Tensor, rows: list[int], tokens: list[int], count: int) -> list:
+        """Log-probabilities (Logprobs) of a token for each of these rows, and of the `count`
+        likeliest. hidden: [T, hidden_size].
+        """
+        from reference.engine.sampler import top_logprobs
+
+        logprobs = self.logits(hidden, rows).float().log_softmax(-1)
+        return top_logprobs(logprobs, tokens, count)
 
     def new_swap(self, blocks: BlockManager, others: Sequence[KVPool] = ()) -> HostSwap:
         """Where K and V of this pool wait on the host. blocks: who owns which of its blocks.

@@ -26,7 +26,8 @@ class EngineStats:
     prefix_cache_*: tokens of prompts; external_*: those that the pool did not know, and that came
     from host memory or files; num_refused: turned away by admission; num_timeouts: dropped because
     their time was over; num_aborted: their reader had gone; snapshots: of states, None where none
-    are kept.
+    are kept; expert_imbalance: where replicas share experts, pairs of a token and an expert of the
+    busiest rank over the mean of the ranks.
     """
 
     num_running: int
@@ -45,6 +46,7 @@ class EngineStats:
     num_timeouts: int = 0
     num_aborted: int = 0
     snapshots: "SnapshotCounts | None" = None
+    expert_imbalance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class StatsCounter:
                 by_group = {kind: by_group.get(kind, 0) + n for kind, n in owned.items()}
                 given_back += scheduler.blocks.given_back
         far |= dict(blocks_by_group=by_group, blocks_given_back=given_back)
+        far |= dict(expert_imbalance=getattr(self.engine, "expert_imbalance", None))
         snapshots = getattr(schedulers[0].blocks, "snapshots", None)
         counts = None if snapshots is None else replace(snapshots.counts)
         return EngineStats(running, waiting, used, **far, **self.totals, snapshots=counts)

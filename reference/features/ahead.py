@@ -124,7 +124,7 @@ class Ahead:
         now. All tokens before are known, so biases and structures are as in the serial loop.
         hidden: [T, hidden_size]. None: no sequence wants a token.
         """
-        engine, scheduler = self.engine, self.engine.scheduler
+        scheduler = self.engine.scheduler
         here = set(scheduler.running)
         wanted = {sequence for sequence in scheduler.finish(step) if sequence in here}
         rows, sequences = [], []
@@ -137,17 +137,20 @@ class Ahead:
                 sequences += [parent, *children]
         if not sequences:
             return None
-        # By a tensor that is sent: for a list of rows Python would wait. Workers get the list.
-        if isinstance(hidden, Tensor) and rows != list(range(len(hidden))):
-            hidden, rows = hidden[send(rows, hidden.device)], list(range(len(rows)))
-        logits = engine.runner.logits(hidden, rows)
-        launched = self.drawn(logits, sequences)
+        launched = self.begin(hidden, rows, sequences)
         for sequence in sequences:
             sequence.all_tokens.append(PLACEHOLDER)
             # It ends by its limit, which needs no token to be known.
             if len(sequence.output) + 1 >= sequence.max_new_tokens:
                 scheduler.abort(sequence)
         return launched
+
+    def begin(self, hidden: Tensor, rows: list[int], sequences: list[EngineSequence]) -> Launched:
+        """Begin to draw a token for each of these rows of hidden: [T, hidden_size]."""
+        # By a tensor that is sent: for a list of rows Python would wait.
+        if rows != list(range(len(hidden))):
+            hidden, rows = hidden[send(rows, hidden.device)], list(range(len(rows)))
+        return self.drawn(self.engine.runner.logits(hidden, rows), sequences)
 
     @torch.inference_mode()
     def drawn(self, logits: Tensor, sequences: list[EngineSequence]) -> Launched:

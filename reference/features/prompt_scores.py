@@ -5,7 +5,6 @@ from torch import Tensor
 from lessons.l14_continuous_batching.sequence import Step
 from reference.engine.model_runner import ModelRunner
 from reference.engine.request import ends
-from reference.engine.sampler import top_logprobs
 from reference.features.token_texts import named
 
 MOST_ROWS = 256  # scored at a time: a long prompt's logits would take more memory than is left
@@ -28,8 +27,7 @@ def score_prompts(runner: ModelRunner, tokenizer, step: Step, hidden: Tensor) ->
         for at in range(0, len(targets), MOST_ROWS):
             some = targets[at : at + MOST_ROWS]
             rows = list(range(start + at, start + at + len(some)))
-            logprobs = runner.logits(hidden, rows).float().log_softmax(-1)
-            for here in top_logprobs(logprobs, some, wanted):
+            for here in runner.scores(hidden, rows, some, wanted):
                 if tokenizer is not None and request.params.detokenize:
                     before = request.prompt_token_ids[1 : len(request.prompt_logprobs)]
                     here = named(tokenizer, here, before)

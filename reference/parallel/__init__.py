@@ -2,7 +2,7 @@
 
 the user's process                                 a worker, one a rank
 requests, scheduler, block tables,     orders      its part of the model, its part of every block
-prefix cache, sampler, text          --------->    worker.py
-runner.py, replicas.py               <---------
-                                       logits
+prefix cache, text                   --------->    worker.py, and the sampler
+runner.py, replicas.py               <---------    where the logits are: sampling.py
+                                       tokens
 """

@@ -3,6 +3,7 @@ and an ordinary Engine is put on top.
 """
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,14 +21,21 @@ from lessons.toolbox.model.placement import read_device
 from reference.checkpoints.any_checkpoint import is_gguf, llava_folder
 from reference.checkpoints.gguf.gguf_config import config_of
 from reference.checkpoints.gguf.gguf_file import read_gguf
-from reference.engine.assembly import ahead, engine_on, max_model_len_of, new_runner
+from reference.engine.assembly import engine_on, max_model_len_of, new_runner
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
 from reference.features.composition import refuse_together
+from reference.parallel.ahead import RemoteAhead
+from reference.parallel.balance import first_placements
+from reference.parallel.experts import check_spread
+from reference.parallel.in_flight import InFlight, PipelinedScheduler
+from reference.parallel.lockstep import LockstepEngine
 from reference.parallel.processes import ProcessWorkers, Refused
+from reference.parallel.remote_sampler import RemoteSampler
 from reference.parallel.replicas import ReplicatedEngine
-from reference.parallel.runner import DistributedRunner, RemotePool, Talk, Workers
+from reference.parallel.runner import DistributedRunner, RemotePool
+from reference.parallel.talk import Talk, Workers
 
 if TYPE_CHECKING:
     from reference.speculation.protocol import Proposer
@@ -45,18 +53,31 @@ def new_parallel_engine(args: EngineArgs) -> Engine | ReplicatedEngine:
 def engine_over_parts(tokenizer, args: EngineArgs) -> Engine | ReplicatedEngine:
     """The same with a tokenizer that is there already; None, if no request wants text."""
     config, devices = config_for(args), devices_for(args)
-    mesh = Mesh(args.tensor_parallel_size, args.pipeline_parallel_size)
+    # Replicas that share experts are ranks of one world.
+    together = args.data_parallel_size if args.shares_experts else 1
+    mesh = Mesh(args.tensor_parallel_size, args.pipeline_parallel_size, together)
     with ExitStack() as undo:
         talks = []
         for first in range(0, len(devices), mesh.size):  # all, before any has loaded
-            talks.append(Talk(new_workers(args, mesh, devices[first : first + mesh.size])))
-            undo.callback(talks[-1].close)
-        try:
-            engines = [engine_over_workers(talk, config, tokenizer, args) for talk in talks]
-        except Refused as error:
-            raise ValueError(error.said) from None
+            workers = new_workers(args, mesh, devices[first : first + mesh.size])
+            undo.callback(workers.close)
+            for each in [workers] if together == 1 else workers.replicas():
+                talks.append(Talk(each))
+                undo.callback(talks[-1].close)
+        new = partial(engine_over_workers, config=config, tokenizer=tokenizer, args=args)
+        # Side by side, because a GPU runs a step to see what fits, and it takes all replicas.
+        with ThreadPoolExecutor(together) as pool:
+            try:
+                engines = list(pool.map(new, talks))
+            except BaseException as error:
+                undo.close()  # first, because the pool waits for its threads, and they for workers
+                raise (ValueError(error.said) if isinstance(error, Refused) else error) from None
         undo.pop_all()
-    return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, args.seed)
+    if len(engines) == 1:
+        return engines[0]
+    if args.shares_experts:
+        return LockstepEngine(engines, first_placements(args, config), args.eplb_config, args.seed)
+    return ReplicatedEngine(engines, args.seed)
 
 
 def new_workers(args: EngineArgs, mesh: Mesh, devices: list[str]) -> Workers:
@@ -75,6 +96,8 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     """An engine, when its workers have loaded. Raises Refused, ValueError, RankError."""
     max_model_len = max_model_len_of(args, config)
     talk.wait_until_ready()
+    if args.enable_eplb:
+        talk.tell("place_experts", first_placements(args, config))
     # The same on all ranks, so the one with the least memory decides.
     num_blocks = min(talk.ask("blocks_that_fit", max_model_len))
     held = talk.ask("allocate", num_blocks, max_model_len)
@@ -82,11 +105,19 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
     _, dtype = default_place(args.device, None if args.dtype == "auto" else args.dtype)
     runner = DistributedRunner(talk, config, pool, max_model_len, held, dtype)
+    if (stages := args.pipeline_parallel_size) > 1:
+        runner.new_scheduler = partial(PipelinedScheduler, num_batches=stages)
     if args.enable_lora:
         from reference.parallel.adapters import RemoteAdapters  # here: it imports lesson 21
 
         runner.adapters = RemoteAdapters(talk, config, args)
-    return ahead(engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args)), args)
+    engine = engine_on(runner, tokenizer, args, proposer_for(runner, tokenizer, args))
+    engine.emit = RemoteSampler(runner, engine.speculation)  # in front of its class's
+    if isinstance(engine.scheduler, PipelinedScheduler):
+        engine.run = InFlight(engine).run
+    elif args.async_scheduling:
+        engine.run = RemoteAhead(engine).run
+    return engine
 
 
 def proposer_for(runner: DistributedRunner, tokenizer, args: EngineArgs) -> "Proposer | None":
@@ -122,6 +153,8 @@ def config_for(args: EngineArgs) -> ModelConfig:
         check_states(args)
     if args.enable_expert_parallel and config.moe is None:
         refuse("enable_expert_parallel", True, f"False for {args.model}, which has no experts")
+    if args.shares_experts:
+        check_spread(args, config)
     named(
         "tensor_parallel_size",
         args,

@@ -27,7 +27,7 @@ from lessons.l20_parallelism.processes.launch import (
     process_context,
     started,
 )
-from lessons.l20_parallelism.processes.mesh import Mesh, new_links
+from lessons.l20_parallelism.processes.mesh import Mesh, new_links, share_experts
 from lessons.toolbox.model.arguments import one_line
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.worker import Worker
@@ -45,66 +45,92 @@ class Refused(RankError):
         self.said = said
 
 
-class ProcessWorkers:
-    """One process for each rank of a replica. devices: of each rank. One thread at a time may
-    call.
+class Pipes:
+    """Orders to processes at the other ends of pipes, and their replies. One thread may give orders
+    while another collects. first: the rank of the first. sent_bytes, heard_bytes: through all pipes
+    so far.
     """
 
-    def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
-        self.stack, self.is_closing = ExitStack(), False
-        self.closing = threading.Lock()  # because two threads may find that a worker failed
-        self.death: RankError | None = None
-        self.has_died = threading.Event()
-        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
-        told = f"file://{folder}/ranks", mesh, args, devices
-        with without_main():
-            ranks = started(mesh.size, worker_main, *told, preload=(WARM,))
-            self.ranks = self.stack.enter_context(ranks)
-        self.pipes = [pipe for _, pipe in self.ranks]
-        self.stop_waiting, self.end_of_wait = process_context().Pipe()
-        self.watcher = threading.Thread(target=self.watch, name="workers", daemon=True)
-        self.watcher.start()
+    first = sent_bytes = heard_bytes = 0
 
-    def wait_until_ready(self) -> None:
-        """Until all have loaded their parts. Raises Refused, RankError."""
-        self.collect()
+    def __init__(self, ranks: list[tuple]):
+        self.ranks = ranks
+        self.pipes = [pipe for _, pipe in ranks]
 
     def tell(self, order: bytes) -> None:
         """Send a pickled (method, arguments). Raises RankError if a worker is gone."""
         self.send(pickle.dumps((False, order)))
 
-    def ask(self, order: bytes) -> list:
-        """The same, and what it returned on each rank. Raises Refused, RankError."""
+    def ask(self, order: bytes) -> None:
+        """The same; `collect` returns what it returns on each rank. Raises RankError."""
         self.send(pickle.dumps((True, order)))
-        return self.collect()
 
     def send(self, message: bytes) -> None:
         """The same bytes to all. Raises RankError."""
         try:
             for pipe in self.pipes:
                 pipe.send_bytes(message)
+                self.sent_bytes += len(message)
         except OSError:
             raise self.cause() from None
 
     def collect(self) -> list:
-        """A reply of each rank. The first that is a complaint raises."""
+        """The next reply of each rank; the first says that it has loaded. The first that is a
+        complaint raises (Refused, RankError).
+        """
         replies, waiting = [None] * len(self.pipes), dict(zip(self.pipes, range(len(self.pipes))))
         while waiting:
             try:
-                found = {pipe: pickle.loads(pipe.recv_bytes()) for pipe in wait(list(waiting))}
+                found = {pipe: pipe.recv_bytes() for pipe in wait(list(waiting))}
             except (EOFError, OSError):
                 raise self.cause() from None
-            for pipe, (error, value) in found.items():
-                rank = waiting.pop(pipe)
+            for pipe, message in found.items():
+                index, (error, value) = waiting.pop(pipe), pickle.loads(message)
+                self.heard_bytes += len(message)
                 if error is not None:
-                    raise self.cause(error(rank, value), DEATH_S)
-                replies[rank] = value
+                    raise self.cause(error(self.first + index, value), DEATH_S)
+                replies[index] = value
         return replies
 
     def cause(self, complaint: RankError | None = None, timeout_s: float = 10.0) -> RankError:
         """What to tell: a death rather than the complaints of those that it has left alone."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all of them."""
+        raise NotImplementedError
+
+
+class ProcessWorkers(Pipes):
+    """One process for each rank of a mesh. devices: of each rank."""
+
+    def __init__(self, args: EngineArgs, mesh: Mesh, devices: list[str]):
+        self.mesh = mesh
+        self.stack, self.is_closing = ExitStack(), False
+        self.closing = threading.Lock()  # because two threads may find that a worker failed
+        self.death: RankError | None = None
+        self.complaint: RankError | None = None  # the first
+        self.has_died = threading.Event()
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        told = f"file://{folder}/ranks", mesh, args, devices, COLLECTIVE_TIMEOUT_S
+        with without_main():
+            ranks = started(mesh.size, worker_main, *told, preload=(WARM,))
+            super().__init__(self.stack.enter_context(ranks))
+        self.stop_waiting, self.end_of_wait = process_context().Pipe()
+        self.watcher = threading.Thread(target=self.watch, name="workers", daemon=True)
+        self.watcher.start()
+
+    def replicas(self) -> list["ReplicaWorkers"]:
+        """Those of each replica of the mesh."""
+        size = self.mesh.tp * self.mesh.pp
+        return [ReplicaWorkers(self, first, size) for first in range(0, self.mesh.size, size)]
+
+    def cause(self, complaint: RankError | None = None, timeout_s: float = 10.0) -> RankError:
+        """What to tell: a death rather than the complaints of those that it has left alone."""
+        # kept for other replicas, which hear an end and no more
+        self.complaint = self.complaint or complaint
         self.has_died.wait(timeout_s)
-        return self.death or complaint or RankError(0, "was ended")
+        return self.death or self.complaint or RankError(0, "was ended")
 
     def watch(self) -> None:
         """Until a process dies, or `close` is called. In a thread of its own."""
@@ -135,6 +161,15 @@ class ProcessWorkers:
             self.stack.close()
 
 
+class ReplicaWorkers(Pipes):
+    """Some neighbours of `whole`, which hear orders of their own, and end with all others."""
+
+    def __init__(self, whole: ProcessWorkers, first: int, size: int):
+        super().__init__(whole.ranks[first : first + size])
+        self.whole, self.first = whole, first
+        self.cause, self.close = whole.cause, whole.close
+
+
 @contextmanager
 def without_main() -> Iterator[None]:
     """Inside it, processes start without this program's main module, which they do not need. With
@@ -152,32 +187,46 @@ def without_main() -> Iterator[None]:
 
 
 def worker_main(
-    rank: int, pipe: Connection, rendezvous: str, mesh: Mesh, args: EngineArgs, devices: list[str]
+    rank: int,
+    pipe: Connection,
+    rendezvous: str,
+    mesh: Mesh,
+    args: EngineArgs,
+    devices: list[str],
+    timeout_s: float,
 ) -> None:
-    """The body of a worker's process."""
+    """The body of a worker's process. timeout_s: of a collective."""
     end_with_parent()
     # because Ctrl-C goes to all processes of a terminal, and the engine's decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, OSError):  # no process is at the other end
-        serve(pipe, partial(new_worker, rank, rendezvous, mesh, args, devices))
+        serve(pipe, partial(new_worker, rank, rendezvous, mesh, args, devices, timeout_s))
     os._exit(0)  # because a backend's threads may wait for ranks that have gone
 
 
 def new_worker(
-    rank: int, rendezvous: str, mesh: Mesh, args: EngineArgs, devices: list[str]
+    rank: int,
+    rendezvous: str,
+    mesh: Mesh,
+    args: EngineArgs,
+    devices: list[str],
+    timeout_s: float,
 ) -> Worker:
     """Join the others, and load."""
     device = torch.device(devices[rank])
     if device.type == "cpu":
         # because threads that wait for a core cost more than they win
-        workers = mesh.size * args.data_parallel_size
+        workers = mesh.tp * mesh.pp * args.data_parallel_size
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     if mesh.size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        join_world(rank, mesh.size, rendezvous, backend, COLLECTIVE_TIMEOUT_S)
+        join_world(rank, mesh.size, rendezvous, backend, timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # not the one of this rank's number: there may be replicas
-    return Worker(args, new_links(mesh), devices[rank])
+    links = new_links(mesh, timeout_s)
+    if args.shares_experts:
+        links = share_experts(links)
+    return Worker(args, links, devices[rank])
 
 
 def serve(pipe: Connection, new: Callable[[], Worker]) -> None:

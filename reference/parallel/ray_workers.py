@@ -5,6 +5,7 @@ Tried with two workers on one machine without a GPU, and with nothing else.
 
 import pickle
 import socket
+from queue import SimpleQueue
 
 import ray
 import torch
@@ -68,31 +69,33 @@ class RayWorkers:
         kind = ray.remote(Actor).options(**needs)
         self.actors = [kind.remote(rank, mesh, args, device) for rank in range(mesh.size)]
         rendezvous = self.actors[0].address.remote()
-        self.under_way = {actor.load.remote(rendezvous): i for i, actor in enumerate(self.actors)}
-
-    def wait_until_ready(self) -> None:
-        """Until all have loaded their parts. Raises Refused, RankError."""
-        self.collect()
+        self.under_way: dict = {}  # {what was told since the last question: rank}
+        self.asked: SimpleQueue = SimpleQueue()  # what has to end for each, and its replies
+        self.expect([actor.load.remote(rendezvous) for actor in self.actors])
 
     def tell(self, order: bytes) -> None:
         """As in processes.py."""
         self.under_way |= {actor.obey.remote(order): i for i, actor in enumerate(self.actors)}
 
-    def ask(self, order: bytes) -> list:
+    def ask(self, order: bytes) -> None:
         """As in processes.py."""
-        replies = [actor.obey.remote(order) for actor in self.actors]
-        self.under_way |= {reply: rank for rank, reply in enumerate(replies)}
-        self.collect()
-        return ray.get(replies)
+        self.expect([actor.obey.remote(order) for actor in self.actors])
 
-    def collect(self) -> None:
-        """Wait for all that is under way. The first that failed raises."""
-        waiting, self.under_way = self.under_way, {}
+    def expect(self, replies: list) -> None:
+        """These will be collected, when all that was told before has ended, too."""
+        self.under_way |= {reply: rank for rank, reply in enumerate(replies)}
+        self.asked.put((self.under_way, replies))
+        self.under_way = {}
+
+    def collect(self) -> list:
+        """As in processes.py."""
+        waiting, replies = self.asked.get()
         while waiting:
             [done], _ = ray.wait(list(waiting))
             rank = waiting.pop(done)
             if (error := error_of(rank, done)) is not None:
                 raise self.death(waiting) or error
+        return ray.get(replies)
 
     def death(self, waiting: dict) -> RankError | None:
         """The first death among the other ranks, within DEATH_S."""

@@ -9,7 +9,7 @@ import copy
 import threading
 import weakref
 from collections import ChainMap, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from queue import SimpleQueue
 from random import Random
@@ -20,11 +20,13 @@ from lessons.toolbox.model.arguments import check_kind, refuse
 from reference.engine.engine import Engine
 from reference.engine.outputs import RequestOutput
 from reference.engine.request import EngineRequest
-from reference.parallel.runner import DistributedRunner, end_thread
+from reference.parallel.runner import DistributedRunner
+from reference.parallel.talk import end_thread
 
 if TYPE_CHECKING:
     from lessons.l21_multi_lora.slots import LoRARequest
 
+Advance = Callable[[Engine], list[EngineRequest]]
 MOST_KNOWN = 100_000  # blocks of prompts of which a router remembers where they went
 SLACK = 4  # requests by which a replica may be ahead, before a prefix goes elsewhere
 
@@ -61,16 +63,18 @@ class Router:
 
 
 class Replica:
-    """An engine and the thread that runs its steps. Any other caller of the engine holds `lock`."""
+    """An engine and the thread that runs its steps. Any other caller of the engine holds `lock`.
+    advance: what a step is.
+    """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, advance: Advance):
         self.engine = engine
         self.lock = threading.Lock()
         self.steps: SimpleQueue[Future | None] = SimpleQueue()
         self.requests: dict[str, EngineRequest] = {}  # whose end was not told yet
         self.under_way: Future | None = None
         thread = threading.Thread(
-            target=run_steps, args=(engine, self.lock, self.steps), daemon=True
+            target=run_steps, args=(engine, advance, self.lock, self.steps), daemon=True
         )
         thread.start()
         # Not a method, because that would keep this object alive. The thread keeps the engine
@@ -81,19 +85,27 @@ class Replica:
         """Let the thread run a step, if it runs none. Returns what will hold the requests that got
         a token. Raises RuntimeError after `close`.
         """
-        if not self.close.alive:
-            raise RuntimeError("the engine's workers were ended by shutdown()")
+        self.check()
         if self.under_way is None:
             self.under_way = Future()
             self.steps.put(self.under_way)
         return self.under_way
 
+    def check(self) -> None:
+        """Raise RuntimeError after `close`."""
+        if not self.close.alive:
+            raise RuntimeError("the engine's workers were ended by shutdown()")
+
     def end_step(self) -> list[EngineRequest]:
-        """The requests that got a token in the step that has ended, but not those that were aborted
+        """What `told` returns of the step that has ended."""
+        step, self.under_way = self.under_way, None
+        return self.told(step)
+
+    def told(self, step: Future) -> list[EngineRequest]:
+        """The requests that got a token in a step that has ended, but not those that were aborted
         since then: a request may have come by the same name again. If the step raised, so does
         this.
         """
-        step, self.under_way = self.under_way, None
         try:
             touched = step.result()
         except BaseException:
@@ -106,12 +118,12 @@ class Replica:
         return touched
 
 
-def run_steps(engine: Engine, lock: threading.Lock, steps: SimpleQueue) -> None:
+def run_steps(engine: Engine, advance: Advance, lock: threading.Lock, steps: SimpleQueue) -> None:
     """The body of a replica's thread."""
     while (done := steps.get()) is not None:
         try:
             with lock:
-                touched = engine.advance()
+                touched = advance(engine)
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -129,13 +141,18 @@ class ReplicatedEngine:
         self.read_prompt = copy.copy(engines[0]).read_prompt
         for engine in engines:
             engine.tokenizer = copy.deepcopy(self.tokenizer)
-        self.replicas = [Replica(engine) for engine in engines]
+        self.replicas = [Replica(engine, self.advance_one) for engine in engines]
         self.max_model_len = engines[0].max_model_len
         self.router = Router(engines[0].scheduler.blocks.block_size)
         self.structures = engines[0].structures
         seeds = Random(seed)
         for engine in engines:
             engine.seeds, engine.structures = seeds, self.structures
+
+    @staticmethod
+    def advance_one(engine: Engine) -> list[EngineRequest]:
+        """A step of a replica, in its thread."""
+        return engine.advance()
 
     @property
     def runner(self) -> DistributedRunner:

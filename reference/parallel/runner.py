@@ -1,20 +1,15 @@
 """A runner whose model lies in the workers: ModelRunner's interface, in the engine's process.
 
-A step is one order to all workers, and the logits that the sampler needs are another. The engine
-does not wait for the first: what it returns is a name for hidden states that stay where they are.
-
-Why the sampler stays here: then nothing above the runner knows that there are workers. The price is
-that logits travel, 4 bytes · V for each row. vLLM samples in its workers instead, and sends tokens.
+A step is one order to all workers, and its tokens are another. The engine does not wait for the
+first: what it returns is a name for hidden states that stay where they are. So do their logits,
+V numbers a row: remote_sampler.py lets the workers sample. Only beams, and drafts that were drawn,
+fetch logits.
 """
 
-import pickle
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,120 +18,14 @@ from torch import Tensor
 from lessons.l12_paged_kv.blocks import BlockManager, Copy
 from lessons.l12_paged_kv.more.swap import HostSwap, read_blocks, write_blocks
 from lessons.l14_continuous_batching.sequence import Step
+from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
 from lessons.l15_chunked_prefill.swap import Lender
-from lessons.l20_parallelism.processes.launch import RankError
 from lessons.toolbox.model.config import ModelConfig
 from reference.features.decode_graphs import Chunks
+from reference.parallel.talk import Talk
 
 if TYPE_CHECKING:
     from reference.features.lora import Adapters
-
-THREAD_S = 5.0  # how long the end of a thread is waited for
-
-
-class Workers(Protocol):
-    """Who obeys: ProcessWorkers or RayWorkers. An order is a pickled (method of Worker,
-    arguments).
-    """
-
-    def wait_until_ready(self) -> None:
-        """Until all have loaded their parts. Raises Refused, RankError."""
-
-    def tell(self, order: bytes) -> None:
-        """Give an order to all. Raises RankError."""
-
-    def ask(self, order: bytes) -> list:
-        """The same; returns what each rank returns. Raises Refused, RankError."""
-
-    def close(self) -> None:
-        """End all of them."""
-
-
-class Talk:
-    """One thread that talks to the workers, so that Ctrl-C, which reaches the main thread alone,
-    never cuts a message in two. Orders are obeyed in the order in which they are given.
-    """
-
-    def __init__(self, workers: Workers):
-        self.orders: SimpleQueue = SimpleQueue()
-        self.workers = workers
-        self.ended: Future = Future()  # holds the error that has ended it
-        told = workers, self.orders, self.ended
-        thread = threading.Thread(target=talk, args=told, name="talk", daemon=True)
-        thread.start()
-        # Not a method, because that would keep this object alive. It is called at exit, too.
-        self.close = weakref.finalize(self, end, workers, self.orders, thread)
-
-    def tell(self, method: str, *arguments) -> None:
-        """Let all workers do something. Whether it went well is found out by the next `ask`."""
-        # Pickled now, because the caller may change a list before the thread comes to it.
-        self.orders.put((None, pickle.dumps((method, arguments))))
-
-    def ask(self, method: str, *arguments) -> list:
-        """What it returns on each rank, when they have done all that they were told. Raises
-        RankError.
-        """
-        self.check()
-        reply: Future = Future()
-        self.orders.put((reply, pickle.dumps((method, arguments))))
-        return reply.result()
-
-    def check(self) -> None:
-        """Raise RankError if the workers have ended."""
-        if not self.close.alive:
-            raise RuntimeError("the engine's workers were ended by shutdown()")
-        if self.ended.done():
-            raise_again(self.ended.result())
-
-    def wait_until_ready(self) -> None:
-        """Until all have loaded. Raises Refused, RankError."""
-        reply: Future = Future()
-        self.orders.put((reply, None))
-        reply.result()
-
-
-def talk(workers: Workers, orders: SimpleQueue, ended: Future) -> None:
-    """The thread's body. The first error ends the workers; who asks later gets it, too."""
-    while True:
-        item = orders.get()
-        if item is None:
-            return
-        reply, order = item
-        try:
-            if ended.done():
-                raise_again(ended.result())
-            if reply is None:
-                workers.tell(order)
-            else:
-                reply.set_result(
-                    workers.wait_until_ready() if order is None else workers.ask(order)
-                )
-        except RankError as error:
-            if not ended.done():
-                workers.close()
-                ended.set_result(error)
-            if reply is not None:
-                reply.set_exception(error)
-
-
-def end(workers: Workers, orders: SimpleQueue, thread: threading.Thread) -> None:
-    """End the workers and the thread."""
-    workers.close()  # first, because the thread may wait for them
-    end_thread(orders, thread)
-
-
-def end_thread(orders: SimpleQueue, thread: threading.Thread) -> None:
-    """Let a thread that reads this queue come to its end, because one that still runs while Python
-    shuts down may take the process with it.
-    """
-    orders.put(None)
-    if thread is not threading.current_thread():
-        thread.join(THREAD_S)
-
-
-def raise_again(error: RankError) -> None:
-    """The same error without the places where it was raised before."""
-    raise error.with_traceback(None)
 
 
 class RemoteModel:
@@ -164,11 +53,14 @@ class RemoteHidden(NamedTuple):
 
 
 class DistributedRunner:
-    """In the place of ModelRunner. held: what each rank holds (Held). No graphs, taps or
-    pictures."""
+    """In the place of ModelRunner. held: what each rank holds (Held). companions: run a step of no
+    token with each step of this one. No graphs, taps or pictures.
+    """
 
     captured = features = sight = None
     new_batch = None  # of the workers
+    companions: Sequence["DistributedRunner"] = ()
+    new_scheduler = ChunkedScheduler  # as in ModelRunner
 
     def __init__(
         self,
@@ -208,7 +100,14 @@ class DistributedRunner:
             chunks = filled(chunks, self.late)
         self.talk.tell("run", chunks, tables, *([] if row_slots is None else [row_slots]))
         self.num_steps += 1
+        for other in self.companions:
+            other.run_empty()
         return RemoteHidden(self.num_steps)
+
+    def run_empty(self) -> None:
+        """A step of no token: the workers' experts serve the other replicas (lockstep.py)."""
+        self.talk.tell("run_empty")
+        self.num_steps += 1
 
     def copy(self, copies: list[Copy]) -> None:
         """As in ModelRunner."""
@@ -219,12 +118,24 @@ class DistributedRunner:
         """Of rows of the last step: [len(rows), V] on the CPU, float32 or wider. Raises
         RankError.
         """
+        return self.read_logits(self.ask_of(hidden, "logits", rows))
+
+    def read_logits(self, reply: Future) -> Tensor:
+        """Wait for logits: [R, V]. Raises RankError."""
+        # the sampler writes into them
+        return torch.from_numpy(np.require(told_of(reply), requirements="W"))
+
+    def scores(self, hidden: RemoteHidden, rows: list[int], tokens: list[int], count: int) -> list:
+        """As in ModelRunner. Raises RankError."""
+        return told_of(self.ask_of(hidden, "scores", rows, tokens, count))
+
+    def ask_of(self, hidden: RemoteHidden, method: str, *arguments) -> Future:
+        """Ask the workers for something of the last step."""
         if hidden.number != self.num_steps:
             raise RuntimeError(
                 f"hidden states of step {hidden.number} are gone, {self.num_steps} ran"
             )
-        [logits] = [found for found in self.talk.ask("logits", rows) if found is not None]
-        return torch.from_numpy(np.require(logits, requirements="W"))  # the sampler writes into it
+        return self.talk.ask_later(method, *arguments)
 
     def new_swap(self, blocks: BlockManager, others: Sequence = ()) -> "RemoteSwap":
         """As in ModelRunner. others: in this process."""
@@ -235,8 +146,16 @@ class DistributedRunner:
         self.talk.close()
 
 
+def told_of(reply: Future):
+    """What one of the ranks has told. Raises RankError."""
+    [found] = [each for each in reply.result() if each is not None]
+    return found
+
+
 def filled(chunks: Chunks, late: Callable[[Tensor], None]) -> Chunks:
-    """The chunks with the tokens that `late` writes: here, because the sampler is here."""
+    """The chunks with the tokens that `late` writes into those of all: [T] int64, as soon as the
+    workers have told them.
+    """
     tokens = torch.tensor([token for new, _ in chunks for token in new])
     late(tokens)
     parts = tokens.split([len(new) for new, _ in chunks])

@@ -24,7 +24,8 @@ from reference.features.kv_transfer.heads import check_cut, weights_name
 from reference.features.kv_transfer.links import Sending
 from reference.features.kv_transfer.transfers import kind_and_form
 from reference.features.kv_transfer.wire import Address
-from reference.parallel.runner import DistributedRunner, Talk
+from reference.parallel.runner import DistributedRunner
+from reference.parallel.talk import Talk
 
 
 def sending_blocks(

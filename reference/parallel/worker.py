@@ -1,32 +1,41 @@
 """A worker: one rank of a replica. It holds its part of the model and of every block of the cache,
 and does what it is told.
 
-It knows nothing of requests. What runs and who owns which block is decided in the engine's process,
-and every worker is told the same. So block tables are equal on all ranks, and one of them is
-enough.
+It knows nothing of requests but what their sampling asks for. What runs and who owns which block is
+decided in the engine's process, and every worker is told the same. So block tables are equal on all
+ranks, and one of them is enough.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lessons.l02_naive_attention.batched.batch_sampling import BAD_LOGITS, read_tokens
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import Copy
 from lessons.l12_paged_kv.more.swap import read_blocks, write_blocks
 from lessons.l20_parallelism.pipeline import run_stage
 from lessons.l20_parallelism.processes.mesh import Links
+from lessons.l20_parallelism.shards.greedy import likeliest as likeliest_of_shards
+from lessons.l20_parallelism.shards.layers import ParallelHead
 from lessons.l20_parallelism.shards.loading import load_sharded
 from lessons.l23_experts.grouped import grouped
 from lessons.toolbox.model.checkpoint import load_config
 from reference.checkpoints.any_checkpoint import GGUF, stored_method
+from reference.engine.assembly import new_runner
 from reference.engine.cache_memory import blocks_that_fit
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, gguf_products, load_model, load_quantized
 from reference.engine.model_runner import ModelRunner
+from reference.engine.sampler import likeliest
 from reference.features.decode_graphs import Chunks
+from reference.parallel.experts import run_experts_alone, shared_layers, spread
+from reference.parallel.sampling import PartSampler, Sampled, Wanted, sample_part
 
 
 class Held(NamedTuple):
@@ -50,6 +59,25 @@ class StageRunner(ModelRunner):
         """tokens: [T] -> hidden: [T, hidden_size] on the last stage, None on the others."""
         return run_stage(self.model, self.links, tokens, attend)
 
+    def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
+        """As in ModelRunner: this rank's part of the steps that only decode."""
+        from reference.parallel.stage_graphs import StageGraphs  # here, because only GPUs have any
+
+        what = self.model, self.pool, graphs, buckets, self.max_model_len
+        self.captured = StageGraphs(self.links, *what, most_each, self.adapters)
+
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor, rows: list[int]) -> list[int]:
+        """The likeliest token of each row of hidden, [T, hidden_size], on the last stage. Its
+        shards gather no logits. Raises ValueError for a row whose largest logit is not finite.
+        """
+        head = self.model.lm_head
+        if not isinstance(head, ParallelHead):
+            return likeliest(self.logits(hidden, rows))
+        local = head.local(hidden[rows])
+        tokens, logprobs = likeliest_of_shards(local, head.vocab_size, head.group)
+        return read_tokens(torch.where(logprobs.isfinite(), tokens, BAD_LOGITS))
+
 
 class Worker:
     """args: the engine's. links: this rank and its neighbours. device: its own."""
@@ -66,6 +94,7 @@ class Worker:
             self.model = self.adapters.model
         self.runner: ModelRunner | None = None
         self.hidden: Tensor | None = None  # of the last step
+        self.sampler: PartSampler | None = None  # once a step is sampled
         self.away: dict[int, list[Tensor]] = {}  # K and V of a sequence that waits on the host
 
     # ------------------------------------------------------------ before the first step
@@ -78,16 +107,16 @@ class Worker:
         """Make the pool. The model itself is kept by the runner alone, which may pack its
         matrices.
         """
-        size = num_blocks, self.args.block_size, max_model_len
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}
-        held = self.args.kv_cache_dtype, self.adapters
-        self.runner = self.new_runner(self.model, *size, *held)
-        del self.model
+        kind = partial(StageRunner, self.links)
+        args, model = self.args, self.model
+        self.runner = new_runner(args, num_blocks, model, max_model_len, self.adapters, kind=kind)
+        del self.model, model
         pool = self.runner.pool
         return Held(sum(weights.values()), pool.allocated_bytes, pool.bytes_per_token)
 
     def new_runner(self, *args, **arguments) -> ModelRunner:
-        """Of this rank's part. Steps are not captured as CUDA graphs yet."""
+        """Of this rank's part."""
         return StageRunner(self.links, *args, **arguments)
 
     # ------------------------------------------------------------ a step
@@ -104,9 +133,44 @@ class Worker:
         """
         self.hidden = self.runner.run(chunks, tables, row_slots)
 
+    def run_empty(self) -> None:
+        """Take part in a step of other replicas: their rows come to this rank's experts."""
+        run_experts_alone(self.runner.model)
+
+    def place_experts(self, placements: dict) -> None:
+        """Have the experts that placements give this rank: {layer: Placement}."""
+        from reference.parallel.balance import place_experts  # here, because few engines move any
+
+        model = self.model if self.runner is None else self.runner.model
+        place_experts(model, self.args, placements)
+
+    def expert_counts(self) -> dict[int, list[int]]:
+        """{layer: how often this rank's tokens chose each expert}, since the start."""
+        return {layer.index: layer.counts.tolist() for layer in shared_layers(self.runner.model)}
+
     def put_adapter(self, slot: int, layers: dict) -> None:
         """An adapter into a slot: {layer: LayerAdapter}, of the whole model."""
         self.adapters.put(slot, layers)
+
+    def sample(self, wanted: Wanted) -> Sampled | None:
+        """The tokens of the last step. The shards of the last stage sample them; one tells."""
+        if not self.links.is_last_stage:
+            return None
+        if self.sampler is None:
+            speculates = self.args.speculative_config is not None
+            self.sampler = PartSampler(speculates, self.runner.model.device)
+        rows_of = (
+            partial(self.runner.likeliest, self.hidden),
+            partial(self.runner.logits, self.hidden),
+        )
+        return sample_part(self.sampler, wanted, *rows_of, is_first=self.links.tensor.rank == 0)
+
+    def scores(self, rows: list[int], tokens: list[int], count: int) -> list | None:
+        """As ModelRunner.scores, of rows of the last step. One rank tells them."""
+        if not self.links.is_last_stage:
+            return None
+        found = self.runner.scores(self.hidden, rows, tokens, count)
+        return None if self.links.tensor.rank else found
 
     def logits(self, rows: list[int]) -> np.ndarray | None:
         """Of these rows of the last step, in float32 or wider: [len(rows), V]. Every shard of the
@@ -170,6 +234,8 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
         part = load_sharded(args.model, links, *place, expert_parallel)
     else:
         part = load_quantized_part(args, links, *place)
+    if links.experts is not None:
+        spread(part, links, args)
     return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model
 
 

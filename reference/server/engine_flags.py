@@ -11,7 +11,8 @@ from reference.engine.async_engine import AsyncEngineArgs
 from reference.engine.engine_args import BACKENDS, CHOICES, SPECULATIVE
 from reference.weights.quantization import METHODS
 
-JSON_FLAGS = ("speculative_config", "kv_transfer_config", "kv_events_config", "attention_config")
+JSON_FLAGS = """speculative_config kv_transfer_config kv_events_config eplb_config
+    attention_config"""
 HELP = {
     "tokenizer": "folder or hub name (default: the model's)",
     "dtype": "of weights and activations (default: auto, the checkpoint's)",
@@ -55,7 +56,10 @@ HELP = {
     "tensor_parallel_size": "shards of each layer (default: {})",
     "pipeline_parallel_size": "stages of layers (default: {})",
     "data_parallel_size": "replicas, which share the requests (default: {})",
-    "enable_expert_parallel": "a shard has whole experts (default: {})",
+    "enable_expert_parallel": "a shard has whole experts, shared by replicas (default: {})",
+    "all2all_backend": f"how rows come to them: {', '.join(CHOICES['all2all_backend'])}",
+    "enable_eplb": "place shared experts by their loads (default: {})",
+    "eplb_config": 'copies of busy experts, in JSON: {{"num_redundant_experts": 2}}',
     "distributed_executor_backend": f"who starts the processes: {' or '.join(BACKENDS)}",
     "max_waiting_requests": "in the queue; who comes then gets 429 (default: no limit)",
     "max_waiting_tokens": "in the queue, of prompts and of answers (default: no limit)",
@@ -92,7 +96,7 @@ def reading_of(field: Field) -> dict[str, Any]:
     kind = str(field.type).removeprefix("<class '")
     if kind.startswith("bool"):
         return {"action": argparse.BooleanOptionalAction}
-    if field.name in JSON_FLAGS:
+    if field.name in JSON_FLAGS.split():
         return {"type": as_json}
     numbers = (number for number in (int, float) if kind.startswith(number.__name__))
     return {"type": next(numbers, str)}

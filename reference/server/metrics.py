@@ -133,6 +133,11 @@ class EngineCollector:
                 yield metric
         if stats.blocks_by_group:
             yield from self.by_group(stats)
+        if stats.expert_imbalance is not None:
+            what = "Load of the busiest rank of experts over the mean of the ranks."
+            even = GaugeMetricFamily("engine_expert_imbalance", what, labels=LABELS)
+            even.add_metric(self.labels, stats.expert_imbalance)
+            yield even
 
     def by_group(self, stats: EngineStats) -> Iterator[Metric]:
         """Of an engine whose layers are in groups. vLLM has no such metric."""

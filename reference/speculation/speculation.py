@@ -71,7 +71,10 @@ class Speculation:
         and for each drafted one, one sequence after the other.
         """
         proposed = [self.drafts.get(sequence, NO_DRAFT) for sequence in sequences]
-        found = self.verifier(logits, sequences, proposed)
+        return self.note(sequences, self.verifier(logits, sequences, proposed))
+
+    def note(self, sequences: list[EngineSequence], found: list[Verified]) -> list[Verified]:
+        """What each sequence emits is known now. Returns it."""
         for sequence in sequences:
             look_ahead(sequence, [])  # because what it emits follows its output
         self.verified = dict(zip(sequences, found))

@@ -255,3 +255,18 @@ def from_older(arguments: dict) -> dict:
         names = ", ".join(older)
         raise ValueError(f"{names}: got no speculative_model; accepted: one, or '[ngram]'")
     return rest | {"speculative_config": {OLDER[name]: value for name, value in older.items()}}
+
+
+def with_speculative(arguments: dict, short: dict[str, str]) -> dict:
+    """The arguments with vLLM's short forms of its keys in speculative_config. short: {form: key}.
+    Raises ValueError for a key that is there, too.
+    """
+    given = {key: arguments.get(name) for name, key in short.items()}
+    given = {key: value for key, value in given.items() if value is not None}
+    rest = {name: value for name, value in arguments.items() if name not in short}
+    config = rest.get("speculative_config") or {}
+    if not given:
+        return rest
+    if not isinstance(config, dict) or config.keys() & given.keys():
+        refuse("speculative_config", config, f"None with {', '.join(short)}")
+    return rest | {"speculative_config": config | given}

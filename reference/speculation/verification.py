@@ -154,20 +154,7 @@ class Verifier:
 
     def compare(self, logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[Kept]:
         """For sure drafts. logits: [R, V], of all rows of all drafts."""
-        tokens = read_tokens(sample_batch(logits, self.sure(rows, logits.device)))
-        found, first = [], 0
-        for draft in drafts:
-            own = tokens[first : first + len(draft.tokens) + 1]
-            first += len(own)
-            if draft.tree is None:
-                kept = 0
-                while kept < len(draft.tokens) and draft.tokens[kept] == own[kept]:
-                    kept += 1
-                path = range(kept + 1)
-            else:
-                path = follow(draft.tree, nodes_of(draft), own)[:-1]
-            found.append(([own[node] for node in path], path))
-        return found
+        return compared(read_tokens(sample_batch(logits, self.sure(rows, logits.device))), drafts)
 
     def accept(self, logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[Kept]:
         """For chains that were drawn. logits: [R, V], as in `compare`."""
@@ -205,6 +192,23 @@ class Verifier:
             (checked([*(one.tokens[node] for node in path[1:]), token]), path)
             for one, path, token in zip(asked, paths, last)
         ]
+
+
+def compared(tokens: list[int], drafts: list[Draft]) -> list[Kept]:
+    """What stays of sure drafts. tokens: of all rows of all drafts, as if none had been drafted."""
+    found, first = [], 0
+    for draft in drafts:
+        own = tokens[first : first + len(draft.tokens) + 1]
+        first += len(own)
+        if draft.tree is None:
+            kept = 0
+            while kept < len(draft.tokens) and draft.tokens[kept] == own[kept]:
+                kept += 1
+            path = range(kept + 1)
+        else:
+            path = follow(draft.tree, nodes_of(draft), own)[:-1]
+        found.append(([own[node] for node in path], path))
+    return found
 
 
 def rows_of(sequence: EngineSequence, draft: Draft) -> list[Row]:

@@ -1,9 +1,10 @@
 """Write a checkpoint with its weights in fewer bits, in a form that other programs read.
 
-python -m reference.weights.quantize --model models/tiny --method gptq --bits 4 --group-size 32
---out build/t python -m reference.weights.quantize --model models/tiny --method fp8 --out
-build/tiny-fp8 python -m reference.weights.quantize --model models/tiny --method q4_k_m --out
-build/tiny-q4_k_m.gguf python -m reference.generate --model build/tiny-fp8 "def quicksort("
+python -m reference.weights.quantize --method gptq --group-size 32 --out build/tiny-gptq
+python -m reference.weights.quantize --method fp8 --out build/tiny-fp8
+python -m reference.weights.quantize --method int4 --activations int8 --out build/tiny-w4a8
+python -m reference.weights.quantize --method q4_k_m --out build/tiny-q4_k_m.gguf
+python -m reference.generate --model build/tiny-fp8 "def quicksort("
 """
 
 import argparse
@@ -57,6 +58,7 @@ TAKES = {
     "symmetric": ("int4", "gptq", "awq"),
     "act_order": ("gptq",),
     "no_double_quant": ("nf4",),
+    "activations": ("int8", "int4", "fp8", "awq", "gptq"),
     "format": SAFETENSORS,
 }
 
@@ -103,6 +105,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--act-order", action="store_true", help="gptq: the columns with large inputs first")
     add("--no-double-quant", action="store_true", help="nf4: keep the scales in 32 bits")
+    add(
+        "--activations",
+        choices=("int8", "fp8"),
+        help="inputs of the quantized layers in 8 bits, too (W8A8, W4A8); whole numbers are then "
+        "symmetric by default; fp8 alone for fp8",
+    )
     add("--windows", type=int, help="awq, gptq: stretches of the built-in text to look at")
     add("--device", help="where to quantize; default: the GPU if there is one")
     return parser.parse_args(argv)
@@ -128,8 +136,13 @@ def settings_of(options: argparse.Namespace):
         raise ValueError(f"--format: got {form} with --act-order; accepted: gptq")
     if options.bits == 8 and form == "awq":
         raise ValueError("--bits: got 8 for the format awq; accepted: 4")
+    if options.activations is not None and form != "compressed-tensors":
+        raise ValueError(f"--format: got {form} with --activations; accepted: compressed-tensors")
+    if options.activations == "int8" and options.method == "fp8":
+        raise ValueError("--activations: got int8 for fp8; accepted: fp8")
     given = {name: getattr(options, name) for name in ("bits", "group_size", "windows")}
-    symmetric = options.method == "gptq" if options.symmetric is None else options.symmetric
+    is_symmetric = options.method == "gptq" or options.activations is not None
+    symmetric = is_symmetric if options.symmetric is None else options.symmetric
     return Settings(
         **{name: value for name, value in given.items() if value is not None},
         symmetric=symmetric,
@@ -183,7 +196,7 @@ def write_safetensors(options: argparse.Namespace) -> None:
     device = default_device() if options.device is None else options.device
     model = load_decoder(options.model, device)
     twin = quantize_model(model, options.method, lambda: load_tokenizer(options.model), settings)
-    save_quantized(twin, options.model, options.out, form)
+    save_quantized(twin, options.model, options.out, form, options.activations)
     weights = quantized_layers(twin).values()
     numbers = sum(weight.shape[0] * weight.shape[1] for weight in weights)
     bits = 8 * sum(weight.nbytes for weight in weights) / numbers

@@ -366,7 +366,7 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def compare_ranks(got: Any, want: Sequence[Tensor]) -> None:
+def compare_ranks(got: Any, want: Sequence[Tensor], atol: float = 1e-5) -> None:
     """A list with what each rank should have: a tensor for each of want."""
     note(got)
     assert isinstance(got, list) and len(got) == len(want), (
@@ -375,4 +375,4 @@ def compare_ranks(got: Any, want: Sequence[Tensor]) -> None:
     )
     for rank, (mine, right) in enumerate(zip(got, want)):
         label = f"the result of rank {rank}"
-        assert_close(mine, right, atol=1e-5, dtype=torch.float32, label=label)
+        assert_close(mine, right, atol=atol, dtype=torch.float32, label=label)

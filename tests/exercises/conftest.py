@@ -75,6 +75,7 @@ def pytest_pyfunc_call(pyfuncitem):
     with watching_sectors() as sectors:
         outcome = _run(check, pyfuncitem.config, pyfuncitem.funcargs["seed"])
     record = ("exercise", check.exercise_id), ("status", outcome.status)
+    record += ("check", check.name), ("why", check.why)
     pyfuncitem.user_properties += [*record, ("message", outcome.message)]
     if sectors:
         pyfuncitem.user_properties.append(

@@ -118,9 +118,9 @@ def hint_of_entries(got: Sequence, want: Sequence, numbers: dict[str, float]) ->
             return f"yours ends too early: {right} of {len(want)}, and these are right"
         return f"the first {right} entries are right" if right else None
     if len(want) > 1 and _same_entries(got, want):
-        return "the right entries in another order" + (
-            ": reversed" if got == want[::-1] else f", from entry {right} on"
-        )
+        if got == want[::-1]:
+            return "the right entries in another order: reversed"
+        return f"the right entries in another order, from entry {right} on"
     integers = len(want) > 1 and all(type(x) is int for x in (*got, *want))
     if integers and len(set(map(int.__sub__, got, want))) == 1:
         return f"each entry is {abs(got[0] - want[0])} too {'large' if got > want else 'small'}"
@@ -129,7 +129,8 @@ def hint_of_entries(got: Sequence, want: Sequence, numbers: dict[str, float]) ->
         detail = None if are_ids else _hint_of_entry(got[wrong[0]], want[wrong[0]], numbers)
         if detail and detail.startswith("only entry"):  # which one of it, the message names
             detail = detail.partition(": ")[2]
-        return f"only entry {wrong[0]} is wrong" + (f": {detail}" if detail else "")
+        where = f"only entry {wrong[0]} is wrong"
+        return f"{where}: {detail}" if detail else where
     return None
 
 

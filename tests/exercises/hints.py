@@ -203,8 +203,11 @@ def _where(marked: Tensor) -> str | None:
         here = marked.any(dim=others) if others else marked
         at = here.nonzero().flatten().tolist()
         if len(at) < size and (words := _indices(at, size)):
-            found.append(f"{words} of dimension {d}")
-    return " and ".join(found[:2]) or None
+            found.append((words, d))
+    if len(found) > 1:
+        (one, d), (other, e) = found[:2]
+        return f"{one} of dimension {d} and {other} of dimension {e}"
+    return f"{found[0][0]} of dimension {found[0][1]}" if found else None
 
 
 def _indices(at: list[int], size: int) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from lessons.l20_parallelism.processes.ranks import Ranks
 from tests.exercises.checking import alike, note, unspoiled
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 def assert_apart(

@@ -308,3 +308,111 @@ def test_logits_stay_where_they_are(impl, seed):
         except AssertionError as error:
             follows.append(error)
     raise follows[0]
+
+
+# ---------------------------------------------------------------- 20.3 shared tokens
+
+
+def over_all_tokens(inputs, size):
+    """Each rank's result, from all tokens in their order, in float64."""
+    keys, values = (torch.stack(inputs[name], 2).flatten(1, 2) for name in ("keys", "values"))
+    want = []
+    for q in inputs["qs"]:
+        rows = []
+        for b, length in enumerate(inputs["context_lens"].tolist()):
+            k, v = keys[b, :length].double(), values[b, :length].double()
+            p = (q[b].double() @ k.T * inputs["softmax_scale"]).softmax(-1)
+            rows.append(p @ v)
+        want.append(torch.stack(rows))
+    return want
+
+
+def shared_tokens(seed, size, lengths, spread=1.0, padding=0.0, low=0.0, heads=2, dim=4, v_dim=3):
+    """Inputs without `ranks`. Rows that hold no token are `padding`."""
+    g = torch.Generator().manual_seed(seed)
+    batch, rows = len(lengths), -(-max(lengths) // size) + 1
+
+    def of_ranks(*shape):
+        return [torch.randn(batch, *shape, generator=g) for _ in range(size)]
+
+    qs = [spread * q + low for q in of_ranks(heads, dim)]
+    keys, values = of_ranks(rows, dim), of_ranks(rows, v_dim)
+    for rank in range(size):
+        keys[rank] = keys[rank] - low
+        for b, length in enumerate(lengths):
+            own = len(range(rank, length, size))
+            keys[rank][b, own:] = values[rank][b, own:] = padding
+    return dict(
+        qs=qs, keys=keys, values=values, context_lens=torch.tensor(lengths), softmax_scale=0.7
+    )
+
+
+TOKEN_CASES = {  # name: (options of shared_tokens, why)
+    "even": (dict(size=2, lengths=[6, 6]), "as many tokens on each rank"),
+    "uneven": (dict(size=3, lengths=[7, 5, 12]), "ranks have different numbers of tokens"),
+    "padding": (
+        dict(size=3, lengths=[4, 9, 2], padding=NAN),
+        "rows after a rank's last token hold anything",
+    ),
+    "few": (dict(size=4, lengths=[1, 3, 2]), "fewer tokens than ranks: some have none"),
+    "few_and_negative": (
+        dict(size=4, lengths=[1, 2, 5], low=6.0),
+        "all scores are far below 0, and a rank without a token says nothing",
+    ),
+    "large": (dict(size=2, lengths=[9, 4], spread=60.0), "exp overflows without the maximum"),
+    "v_width": (dict(size=2, lengths=[5], v_dim=6), "values wider than keys"),
+    "many_heads": (dict(size=3, lengths=[8, 3], heads=4), "a rank's heads stay in their order"),
+    "alone": (dict(size=1, lengths=[5, 1]), "one rank has all tokens"),
+}
+
+
+@check("20.3", {case: why for case, (_, why) in TOKEN_CASES.items()}, seconds=5)
+def test_shared_tokens(impl, case, seed):
+    options, _ = TOKEN_CASES[case]
+    size, inputs = options["size"], shared_tokens(seed, **options)
+    want, ranks = over_all_tokens(inputs, size), Ranks(size)
+    compare_ranks(call(impl, dict(inputs, ranks=ranks)), want, atol=2e-4)
+    batch, heads, dim = inputs["qs"][0].shape
+    most = batch * heads * (dim + size * (want[0].shape[-1] + 2))
+    put = sum(count for _, count in ranks.calls)
+    assert size == 1 or 0 < put <= most, (
+        f"your collectives carry {put} numbers of a rank, and {most} are enough: do keys or values "
+        "travel?"
+    )
+
+
+@check("20.3", seconds=5)
+def test_shared_tokens_example(impl, seed):
+    ones = torch.ones(1, 1, 1)
+    inputs = dict(
+        qs=[ones, ones], keys=[ones * math.log(2), ones * 0], values=[ones * 3, ones * 6],
+        context_lens=torch.tensor([2]), softmax_scale=1.0, ranks=Ranks(2),
+    )  # fmt: skip
+    compare_ranks(call(impl, inputs), [ones * 4, ones * 4])
+
+
+@check("20.3", seconds=5)
+def test_each_rank_attends_to_its_tokens(impl, seed):
+    """Other keys and values of a rank change what this rank puts in, and no other's."""
+    size = 3
+    inputs = shared_tokens(seed, size, [7, 8])
+
+    def change(rank):
+        keys, values = ([x.clone() for x in inputs[name]] for name in ("keys", "values"))
+        keys[rank], values[rank] = -2 * keys[rank], values[rank] + 3
+        return dict(inputs, keys=keys, values=values)
+
+    assert_apart(impl, inputs, size, change, what="keys and values")
+
+
+@check("20.3", seconds=5)
+def test_queries_come_through_a_collective(impl, seed):
+    size = 2
+    inputs = shared_tokens(seed, size, [5, 6])
+
+    def change(rank):
+        qs = [q.clone() for q in inputs["qs"]]
+        qs[rank] = qs[rank] * -2 + 1
+        return dict(inputs, qs=qs)
+
+    assert_apart(impl, inputs, size, change, what="the queries")

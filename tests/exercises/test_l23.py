@@ -291,3 +291,133 @@ def test_ranks_are_apart(impl, case, seed):
         return {**inputs, case: entries}
 
     assert_apart(impl, inputs, 3, change, what=what, results=lambda got: got[0], works=works)
+
+
+# ---------------------------------------------------------------- 23.4 dispatch and combine
+
+
+@cache
+def _spread(seed, tokens, num_experts, top_k, hidden=3, favourite=None):
+    """Arguments of once_for_each_rank, and what is right, pair by pair in float64. favourite: a
+    rank whose experts all tokens choose first.
+    """
+    g = torch.Generator().manual_seed(seed)
+    size = len(tokens)
+    held = num_experts // size
+    merit = [torch.rand(count, num_experts, generator=g) for count in tokens]
+    if favourite is not None:
+        for own in merit:
+            own[:, favourite * held : (favourite + 1) * held] += 1
+    inputs = dict(
+        x=[torch.randn(count, hidden, generator=g) for count in tokens],
+        weights=[torch.randn(count, top_k, generator=g) for count in tokens],
+        chosen=[own.topk(top_k).indices for own in merit],
+        experts=[torch.randn(held, hidden, hidden, generator=g) for _ in tokens],
+    )
+    matrices = [matrix.double() for own in inputs["experts"] for matrix in own]
+    want = []
+    for x, weights, chosen in zip(inputs["x"], inputs["weights"], inputs["chosen"]):
+        out = torch.zeros_like(x, dtype=torch.float64)
+        for token, places in enumerate(chosen.tolist()):
+            for place, expert in enumerate(places):
+                out[token] += weights[token, place].double() * (
+                    matrices[expert] @ x[token].double()
+                )
+        want.append(out)
+    return inputs, want
+
+
+SPREAD_CASES = {  # name: (arguments of _spread after the seed, why)
+    "alone": (dict(tokens=(4,), num_experts=3, top_k=2), "one rank"),
+    "one_choice": (dict(tokens=(3, 4), num_experts=6, top_k=1), "k = 1"),
+    "same_rank": (
+        dict(tokens=(6, 5), num_experts=8, top_k=3),
+        "several experts of a token live on one rank",
+    ),
+    "all_experts": (dict(tokens=(3, 2), num_experts=4, top_k=4), "each token wants all experts"),
+    "four_ranks": (
+        dict(tokens=(3, 0, 5, 1), num_experts=8, top_k=3),
+        "ranks with different numbers of tokens",
+    ),
+    "one_gets_all": (
+        dict(tokens=(3, 3, 3), num_experts=9, top_k=3, favourite=1),
+        "all experts of all tokens are on one rank",
+    ),
+}
+
+
+@check("23.4", {case: why for case, (_, why) in SPREAD_CASES.items()}, seconds=5)
+def test_spread(impl, case, seed):
+    inputs, want = _spread(seed, **SPREAD_CASES[case][0])
+    compare_spread(impl, inputs, want)
+
+
+def compare_spread(impl, inputs, want):
+    ranks = Ranks(len(want))
+    compare_ranks(call(impl, dict(inputs, ranks=ranks)), want)
+    names = {name for name, _ in ranks.calls}
+    assert names == {"all_to_all"} or (len(want) == 1 and not names), (
+        f"your collectives are {sorted(names) or 'none'}; rows travel by all_to_all only"
+    )
+
+
+@check("23.4", seconds=5)
+def test_spread_example(impl, seed):
+    inputs = dict(
+        x=[torch.tensor([[2.0]]), torch.zeros(0, 1)],
+        weights=[torch.tensor([[0.5, 0.25]]), torch.zeros(0, 2)],
+        chosen=[torch.tensor([[3, 2]]), torch.zeros(0, 2, dtype=torch.int64)],
+        experts=[torch.tensor([[[10.0]], [[20.0]]]), torch.tensor([[[100.0]], [[200.0]]])],
+    )
+    compare_spread(impl, inputs, [torch.tensor([[250.0]]), torch.zeros(0, 1)])
+
+
+WIRES = {  # name: (arguments of _spread after the seed, why)
+    "several_on_a_rank": (
+        dict(tokens=(9, 9), num_experts=8, top_k=4, hidden=40),
+        "a row goes once to each rank of its experts",
+    ),
+    "few_ranks_of_many": (
+        dict(tokens=(6, 6, 6, 6, 6, 6), num_experts=6, top_k=2, hidden=40),
+        "a row goes to no rank without its experts",
+    ),
+}
+
+
+@check("23.4", {case: why for case, (_, why) in WIRES.items()}, seconds=5)
+def test_spread_wire(impl, case, seed):
+    """What goes to a rank and comes back is a row for each token that has experts there."""
+    inputs, _ = _spread(seed, **WIRES[case][0])
+    size, hidden, top_k = len(inputs["x"]), 40, inputs["chosen"][0].shape[1]
+    held = len(inputs["experts"][0])
+    owners = [chosen // held for chosen in inputs["chosen"]]
+    goes = [[int((own == other).any(-1).sum()) for other in range(size)] for own in owners]
+    ranks = Ranks(size)
+    call(impl, dict(inputs, ranks=ranks))
+    sent = max(map(sum, goes)) * (hidden + 2 * top_k)
+    returned = max(map(sum, zip(*goes))) * hidden
+    numbers = sum(count for _, count in ranks.calls)
+    assert numbers <= sent + returned, (
+        f"your collectives carry {numbers} numbers of a rank; {sent} are needed for its rows with "
+        f"their experts and weights, and {returned} for the sums that it sends back"
+    )
+
+
+SPREAD_APART = {  # name: (what, other entries, why)
+    "x": ("x", lambda own: 2 * own + 1, "rows are those of the rank's own tokens"),
+    "experts": ("the experts", lambda own: own + 1, "a rank runs its own experts"),
+    "weights": ("the weights", lambda own: 1.5 * own, "weights travel beside the rows"),
+}
+
+
+@check("23.4", {case: why for case, (*_, why) in SPREAD_APART.items()}, seconds=5)
+def test_spread_ranks_are_apart(impl, case, seed):
+    inputs, _ = _spread(seed, tokens=(6, 5, 4), num_experts=6, top_k=4)
+    what, other, _ = SPREAD_APART[case]
+
+    def change(rank):
+        entries = list(inputs[case])
+        entries[rank] = other(entries[rank])
+        return {**inputs, case: entries}
+
+    assert_apart(impl, inputs, 3, change, what=what)

@@ -1,12 +1,19 @@
 """The judges of behaviour_tasks.py by hand; wrong judges show; MORE.md says what was counted."""
 
+import json
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.lab import behaviour, behaviour_tasks
 from lessons.l18_weight_quantization.lab.behaviour_tasks import items
+from lessons.toolbox.model.checkpoint import REPOSITORY
+from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.proof.pages import pages
 from lessons.toolbox.proof.planted import with_bug
 
@@ -133,17 +140,77 @@ def test_measures():
     assert behaviour.accepted([p.log(), q.log()], [p.log(), q.log()]) == pytest.approx(1)
 
 
-def test_a_model_beside_itself_loses_nothing(monkeypatch):
-    """Two short answers, one item of each task: the model as it is."""
-    monkeypatch.setattr(behaviour, "LONG", 8)
-    monkeypatch.setattr(behaviour, "PROMPTS", 2)
-    monkeypatch.setattr(behaviour, "WINDOWS", 1)
-    monkeypatch.setattr(behaviour, "NEW_TOKENS", 4)
+@pytest.fixture
+def short(monkeypatch):
+    """Two short answers, and few tokens of each item."""
+    few = dict(LONG=8, PROMPTS=2, WINDOWS=1, NEW_TOKENS=4, CALIBRATION=1)
+    for name, value in few.items():
+        monkeypatch.setattr(behaviour, name, value)
+
+
+def test_a_model_beside_itself_loses_nothing(short):
+    """One item of each task: the model as it is."""
     yardstick = behaviour.Yardstick(draft=None, count=1)
     row = yardstick.judge(yardstick.model)
     assert all(task["lost"] == task["gained"] == 0 for task in row["tasks"].values())
     assert row["first_difference"] == [8, 8] and row["same_tokens"] == 8
     assert row["accepted_as_draft"] == pytest.approx(1) and "accepts" not in row
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A small random Llama as Hugging Face lays it out: several files, an index, a tokenizer. Its
+    matrices have 192 columns, which are no multiple of 128.
+    """
+    out = tmp_path_factory.mktemp("llama")
+    tiny = REPOSITORY / "models/tiny"
+    for file in tiny.glob("tokenizer*.json"):
+        shutil.copyfile(file, out / file.name)
+    sizes = dict(hidden_size=192, intermediate_size=192, num_hidden_layers=1, head_dim=48)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1200)
+    raw = json.loads((tiny / "config.json").read_text()) | sizes | dict(tie_word_embeddings=False)
+    (out / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(0)
+    config = ModelConfig("llama", raw["vocab_size"], 192, 1, 4, 2, 48, 192, 1200)
+    named = {f"model.{name}": x for name, x in Decoder(config).state_dict().items()}
+    named["lm_head.weight"] = named.pop("model.lm_head.weight").clone()
+    weight_map = {}
+    for index, names in enumerate((list(named)[::2], list(named)[1::2]), 1):
+        file = f"model-{index:05}-of-00002.safetensors"
+        save_file({name: named[name] for name in names}, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return out
+
+
+def test_a_folder_of_hugging_face(short, folder, monkeypatch, capsys):
+    """A table on the way out, nothing written, and what does not fit said in a line."""
+    monkeypatch.setattr(behaviour, "items", partial(behaviour_tasks.items, 1))
+    monkeypatch.setattr(behaviour, "write_json", None)
+    assert behaviour.main(["--model", str(folder), "int4-g32", "int4-g128"]) == 0
+    said = capsys.readouterr()
+    first, second = said.out.splitlines()
+    assert first.startswith("reference") and "16.00 bits" in first and "same tokens 8 of 8" in first
+    assert second.startswith("int4-g32") and " 4.75 bits" in second and "accepts" not in second
+    assert said.err.startswith("int4-g128 is left out: group_size: got 128; accepted: a divisor")
+    assert said.err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_judged_is_one_line(short, folder, tmp_path, capsys):
+    raw = json.loads((folder / "config.json").read_text()) | dict(max_position_embeddings=256)
+    for file in folder.iterdir():
+        shutil.copyfile(file, tmp_path / file.name)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    for name, said in ((tmp_path, "accepted: at most 256"), (tmp_path / "none", "unknown model")):
+        assert behaviour.main(["--model", str(name)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1 and error.startswith("behaviour: ")
+
+
+def test_help_names_its_peer(capsys):
+    with pytest.raises(SystemExit):
+        behaviour.main(["--help"])
+    assert "lm_eval --model hf" in capsys.readouterr().out
 
 
 def test_an_unknown_name_is_one_line(capsys):

@@ -79,3 +79,14 @@ def test_a_model_without_codes_of_4_bits_asks_for_no_compiler(monkeypatch, seed)
     layers = model_of(seed, torch.float16)
     del layers["four"], layers["short"]
     assert with_tensor_cores(layers) is layers
+
+
+def test_a_layer_that_rounds_its_inputs_keeps_its_product(seed):
+    """A product of numbers would leave the rounding out."""
+    model = model_of(seed, torch.bfloat16)
+    weight = model["four"].quantized
+    model["rounded"] = QuantizedLinear(weight, None, marked, rounds_inputs=True)
+    twin = with_tensor_cores(model)
+    assert twin["rounded"] is model["rounded"] and twin["four"] is not model["four"]
+    only = nn.ModuleDict({"rounded": model["rounded"]})
+    assert with_tensor_cores(only) is only

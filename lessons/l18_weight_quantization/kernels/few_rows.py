@@ -42,7 +42,8 @@ def with_tensor_cores(model: nn.Module) -> nn.Module:
     """A twin of a model whose quantized layers of 4 bits multiply few rows by tensor_cores.cu. It
     is the model itself where that kernel does not run; the log says why.
     """
-    weights = [part.quantized for part in model.modules() if type(part) is QuantizedLinear]
+    layers = [part for part in model.modules() if type(part) is QuantizedLinear]
+    weights = [layer.quantized for layer in layers if not layer.rounds_inputs]
     of_four_bits = [w for w in weights if isinstance(w, GroupedInt) and w.bits == 4]
     if not of_four_bits:
         return model
@@ -51,6 +52,8 @@ def with_tensor_cores(model: nn.Module) -> nn.Module:
         return model
 
     def replaced(_: str, layer: QuantizedLinear) -> nn.Module:
+        if layer.rounds_inputs:
+            return layer
         try:
             fragments = to_fragments(layer.quantized)
         except ValueError:  # another format, or groups that the kernel does not read

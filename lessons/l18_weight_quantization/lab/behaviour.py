@@ -8,11 +8,12 @@ writes results/cpu/l18_behaviour.json, which MORE.md quotes. With a checkpoint o
 
     python -m lessons.l18_weight_quantization.lab.behaviour --model FOLDER [--draft FOLDER] [NAME …]
 
-prints the same table and writes nothing. lm-eval (EleutherAI's lm-evaluation-harness) is the usual
+prints the same table and writes nothing. FOLDER is any checkpoint of Hugging Face that the course
+loads, with its tokenizer and room for 1100 tokens. A method whose groups do not fit its matrices is
+left out, with a line that says so. lm-eval (EleutherAI's lm-evaluation-harness) is the usual
 program for this: hundreds of tasks, made for models that are larger than the embedded one.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ from lessons.l18_weight_quantization.lab.quality import (
 )
 from lessons.l18_weight_quantization.linear import dequantized
 from lessons.l18_weight_quantization.methods.calibration import calibration_windows
+from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.measure.records import write_json
+from lessons.toolbox.model.arguments import one_line
 from lessons.toolbox.model.checkpoint import REPOSITORY, load_tokenizer
 
 FILE = REPOSITORY / "results" / "cpu" / "l18_behaviour.json"
@@ -132,7 +135,7 @@ class Yardstick:
 
 
 def rows(yardstick: Yardstick, names: list[str]) -> Iterator[dict]:
-    """The model as it is, then each method."""
+    """The model as it is, then each method; what does not fit its matrices is said and left out."""
     yield {"name": "reference", "format": "as trained", "way": "", "bits": 16} | yardstick.judge(
         yardstick.model
     )
@@ -140,7 +143,11 @@ def rows(yardstick: Yardstick, names: list[str]) -> Iterator[dict]:
     windows = calibration_windows(yardstick.tokenizer, CALIBRATION)
     for name in names:
         method = methods[name]
-        model = method.build(yardstick.model, windows)
+        try:
+            model = method.build(yardstick.model, windows)
+        except ValueError as error:
+            print(f"{name} is left out: {one_line(str(error))}", file=sys.stderr)
+            continue
         row = {"name": name, "format": method.format, "way": method.way}
         yield row | {"bits": bits_per_weight(model)} | yardstick.judge(dequantized(model))
 
@@ -164,9 +171,16 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    """The command; every failure is one line."""
+    return run_command("behaviour", lambda: run(argv))
+
+
+def run(argv: list[str] | None) -> int:
+    """Count and print. Raises ValueError for a name, CheckpointError for a model."""
+    parser = OneLineParser(
         prog="python -m lessons.l18_weight_quantization.lab.behaviour",
         description=__doc__.split("\n")[0],
+        epilog="For published comparisons: lm_eval --model hf --model_args pretrained=FOLDER",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(ROWS)}")
     parser.add_argument("--model", help="a checkpoint in 16 bits; default: the embedded one")
@@ -174,10 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.names) - {method.name for method in METHODS}:
         accepted_names = ", ".join(method.name for method in METHODS)
-        print(
-            f"NAME: got {', '.join(sorted(unknown))}; accepted: {accepted_names}", file=sys.stderr
-        )
-        return 2
+        raise ValueError(f"NAME: got {', '.join(sorted(unknown))}; accepted: {accepted_names}")
     names = options.names or list(ROWS)
     own = options.model is not None
     draft = options.draft if own else options.draft or DRAFT

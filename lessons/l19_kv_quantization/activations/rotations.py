@@ -100,9 +100,24 @@ class RotatedInput(nn.Module):
     def __init__(self, linear: nn.Module, rotate: Callable[[Tensor], Tensor]):
         super().__init__()
         self.linear, self.rotate = linear, rotate
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
         return self.linear(self.rotate(x))
+
+
+class RotatedOutput(nn.Module):
+    """A layer whose outputs are rotated after it. rotate: x: [T, N] -> [T, N]."""
+
+    has_own_product = True
+
+    def __init__(self, linear: nn.Module, rotate: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.rotate = linear, rotate
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
+        return self.rotate(self.linear(x))
 
 
 def with_rotated_inputs(

@@ -2,8 +2,8 @@
 
 Lesson 18 keeps the activations as they are and saves bytes, which is what a decode step lacks. A
 prompt lacks FLOPs. There the activations become codes too, each token with a scale of its own,
-found when the token arrives ("dynamic"). The scales are outside of the sum over k, so they are
-applied once at its end:
+found when the token arrives ("dynamic"), or all with one that calibration found beforehand
+("static", x_scale). The scales are outside of the sum over k, so they are applied once at its end:
 
     out[m, n] = x_scale[m] · w_scale[n] · Σ_k x_code[m, k] · w_code[n, k]
 
@@ -59,13 +59,28 @@ def to_eight_bits(weight: Tensor, name: str) -> EightBits:
     return Int8Weight(codes.view(torch.int8), scales)
 
 
-def quantize_tokens(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor, name: str, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x: [T, K] -> codes: [T, K], int8 or float8_e4m3fn, and the scale of each token: [T, 1]
-    float32.
+    float32. x_scale: [1], that of all tokens, found beforehand; what it is too small for saturates.
     """
     dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
-    codes, scales = FORMATS[name].quantize(wide(x))
-    return codes.view(dtype), scales
+    if x_scale is None:
+        codes, scales = FORMATS[name].quantize(wide(x))
+        return codes.view(dtype), scales
+    scales = x_scale.to(wide(x).dtype).expand(len(x), 1).contiguous()
+    numbers = wide(x) / scales
+    if name == "int8":
+        numbers = numbers.round()
+    limits = torch.iinfo(dtype) if name == "int8" else torch.finfo(dtype)
+    return numbers.clamp(limits.min, limits.max).to(dtype), scales
+
+
+def tokens_as_codes(x: Tensor, name: str, x_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens` by the kernel, where it finds the scales and writes the format exactly."""
+    is_exact = name == "int8" or writes_e4m3(x.device)
+    if x_scale is None and is_exact and x.is_cuda:
+        return quantize_tokens_by_kernel(x, name)
+    return quantize_tokens(x, name, x_scale)
 
 
 def quantize_tokens_by_kernel(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -91,27 +106,32 @@ def format_of(weight: EightBits) -> str:
     return names[weight.values.dtype]
 
 
-def w8a8_by_numbers(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Tensor:
-    """Naive: x: [T, K] -> [T, N] in x's dtype, by a product of numbers."""
-    codes, scales = quantize_tokens(x, format_of(weight))
+def w8a8_by_numbers(
+    x: Tensor, weight: EightBits, bias: Tensor | None = None, x_scale: Tensor | None = None
+) -> Tensor:
+    """Naive: x: [T, K] -> [T, N] in x's dtype, by a product of numbers. x_scale: [1], or None for
+    each token's own.
+    """
+    codes, scales = quantize_tokens(x, format_of(weight), x_scale)
     numbers = codes.to(scales.dtype) * scales
     matrix = weight.dequantize().to(scales.dtype)
     out = linear(numbers, matrix, None if bias is None else bias.to(scales.dtype))
     return out.to(x.dtype)
 
 
-def w8a8_matmul(x: Tensor, weight: EightBits, bias: Tensor | None = None) -> Tensor:
+def w8a8_matmul(
+    x: Tensor, weight: EightBits, bias: Tensor | None = None, x_scale: Tensor | None = None
+) -> Tensor:
     """Optimized: x: [T, K] -> [T, N] in x's dtype, the product taken over codes: by `w8a8_kernel`
     on a GPU that has the format, by PyTorch's int8 product on a CPU.
     """
     name = format_of(weight)
     if x.is_cuda and (name == "int8" or has_e4m3(x.device)):
-        is_exact = name == "int8" or writes_e4m3(x.device)
-        codes, scales = (quantize_tokens_by_kernel if is_exact else quantize_tokens)(x, name)
+        codes, scales = tokens_as_codes(x, name, x_scale)
         return scaled_product(codes, scales, weight, bias, x.dtype)
     if name == "fp8":  # no CPU multiplies E4M3: what is left is the naive way
-        return w8a8_by_numbers(x, weight, bias)
-    codes, scales = quantize_tokens(x, name)
+        return w8a8_by_numbers(x, weight, bias, x_scale)
+    codes, scales = quantize_tokens(x, name, x_scale)
     sums = torch._int_mm(codes, weight.values.T)  # int32, exact
     out = sums * scales.float() * weight.scales.T
     return (out if bias is None else out + bias).to(x.dtype)

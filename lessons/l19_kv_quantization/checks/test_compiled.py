@@ -56,6 +56,19 @@ def test_the_products_of_8_bits_are_8_bit_products():
 
 
 @pytest.mark.compiler
+def test_4_bits_meet_8_in_products_of_8_bits():
+    """Codes of 4 bits become 8 in registers, for the same matrix units."""
+    reports = reports_of(KERNELS, "w4a8_")
+    for report in reports:
+        assert not report.error and not report.spill_bytes, report
+        assert report.shared_bytes <= report.shared_limit_bytes, report
+        assert not report.serialized_wgmma, report
+    found = {(r.name, r.chip): r.matrix_instruction for r in reports}
+    assert found["w4a8_int8_4096_zeros", 90] == "IGMMA" and found["w4a8_int8_16", 80] == "IMMA"
+    assert found["w4a8_fp8_4096_zeros", 90] == "QGMMA" and found["w4a8_fp8_16", 90] == "HMMA"
+
+
+@pytest.mark.compiler
 def test_fp8_attention_multiplies_codes():
     """Both products in 8 bits, and V is turned in registers: no byte is stored by itself."""
     instruction = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lessons.l12_paged_kv.kernels.hooks import causal, equal_split, in_window, listed_split
 from lessons.l12_paged_kv.lab.specs import WITH_MATRIX_UNITS, decode_spec, prefill_spec
+from lessons.l19_kv_quantization.activations import w4a8
 from lessons.l19_kv_quantization.activations.attention.optimized import products_tiles
 from lessons.l19_kv_quantization.activations.hadamard import LEAST_SIDE, sides_of, warps_of
 from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
@@ -134,6 +135,38 @@ def product_spec(name: str, codes: str, num_tokens: int, chips: tuple) -> Kernel
     )
 
 
+def grouped_spec(name: str, codes: str, num_tokens: int, chips: tuple, zeros: bool) -> KernelSpec:
+    """w4a8_kernel for so many tokens, in groups of 128. zeros: whether there are zero points."""
+    blocks = w4a8.blocks_of(num_tokens)
+    strides = ("stride_xt", "stride_wn", "stride_sn", "stride_ot")
+    counts = ("num_tokens", "num_outputs", "num_groups")
+    others = ("stride_sg", "stride_zn", "stride_zg")
+    return KernelSpec(
+        f"{ROOM}.activations.w4a8:w4a8_kernel",
+        name=f"w4a8_{name}_{num_tokens}" + ("_zeros" if zeros else ""),
+        signature={
+            "x_ptr": codes,
+            "w_ptr": "*u8",
+            "out_ptr": "*bf16",
+            "x_scale_ptr": "*fp32",
+            "w_scale_ptr": "*bf16",
+            **({"zero_ptr": "*u8"} if zeros else {}),
+            **dict.fromkeys((*counts, *strides, *others), "i32"),
+        },
+        constexprs={
+            "bias_ptr": None,
+            **({} if zeros else {"zero_ptr": None}),
+            "GROUP_BYTES": 64,
+            "BLOCK_BYTES": w4a8.step_of(64),
+            **blocks,
+        },
+        num_warps=w4a8.warps_of(blocks["BLOCK_M"]),
+        num_stages=3,
+        divisible_by_16=(*strides[:2], "stride_ot", "num_outputs"),
+        chips=chips,
+    )
+
+
 def rotate_spec(n: int, dtype: str, chips: tuple) -> KernelSpec:
     """rotate_kernel for tokens of n numbers."""
     sides = sides_of(n)
@@ -207,6 +240,11 @@ KERNELS += [
     product_spec(name, codes, tokens, chips)
     for name, codes, chips in (("int8", "*i8", WITH_MATRIX_UNITS), ("fp8", "*fp8e4nv", WITH_E4M3))
     for tokens in (16, 4096)
+]
+KERNELS += [
+    grouped_spec(name, codes, tokens, chips, zeros)
+    for name, codes, chips in (("int8", "*i8", WITH_MATRIX_UNITS), ("fp8", "*fp8e4nv", WITH_E4M3))
+    for tokens, zeros in ((16, False), (4096, True))
 ]
 # down_proj's inputs of the embedded model, and of models of 8192 and 11264
 KERNELS += [rotate_spec(n, "bf16", WITH_MATRIX_UNITS) for n in (1024, 8192, 11264)]

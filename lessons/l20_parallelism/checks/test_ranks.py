@@ -51,11 +51,14 @@ def test_the_numbers_that_ranks_draw_are_their_own():
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_rank_has_a_place_and_one_group_of_each_kind(mesh):
     assert [mesh.rank(*mesh.place(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
-    for groups, length in [(mesh.tensor_groups(), mesh.tp), (mesh.pipeline_groups(), mesh.pp)]:
+    kinds = mesh.tensor_groups(), mesh.pipeline_groups(), mesh.expert_groups()
+    for groups, length in zip(kinds, (mesh.tp, mesh.pp, mesh.tp * mesh.dp)):
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
         assert all(len(group) == length for group in groups)
     for group in mesh.tensor_groups():
         assert group == list(range(group[0], group[0] + mesh.tp)), "shards are neighbours"
+    for stage, group in enumerate(mesh.expert_groups()):
+        assert {mesh.place(rank)[1] for rank in group} == {stage}
 
 
 def test_links_of_real_ranks():

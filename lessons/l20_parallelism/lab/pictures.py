@@ -1,5 +1,5 @@
-"""The lesson's pictures: matrices that are cut, the mesh, a pipeline at work, a ring, and how much
-of eight GPUs is left after they have talked.
+"""The lesson's pictures: matrices that are cut, the mesh, a pipeline at work, a ring, memory and
+tokens that ranks share, and how much of eight GPUs is left after they have talked.
 
     python -m lessons.l20_parallelism.lab.pictures
 
@@ -12,6 +12,12 @@ from pathlib import Path
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l20_parallelism.lab.cuts import CUTS_ALT, draw_cuts
 from lessons.l20_parallelism.lab.figures import draw_mesh, draw_ring
+from lessons.l20_parallelism.lab.shared_memory import (
+    SHARED_MEMORY_ALT,
+    SHARED_TOKENS_ALT,
+    draw_shared_memory,
+    draw_shared_tokens,
+)
 from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, schedule, split_layers
 from lessons.l20_parallelism.planner.links import machine_of
 from lessons.l20_parallelism.planner.scaling import DEGREES, decode_step, efficiency, prefill
@@ -143,6 +149,8 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
         "whose values they hold. The numbers grow from 1 to 4 along a diagonal until each rank has "
         "one 4, then the fours spread until all are 4.",
     ),
+    "shared_memory": (draw_shared_memory, SHARED_MEMORY_ALT),
+    "shared_tokens": (draw_shared_tokens, SHARED_TOKENS_ALT),
     "scaling": (
         draw_scaling,
         "Efficiency over the number of GPUs, four falling lines below the dashed line of linear "

@@ -14,6 +14,9 @@ Every figure is a prediction from published ones; nothing was measured for this 
   give one_shot the hops of LL and all of the bandwidth, and two_shot the hops of Simple. With that,
   an all-reduce of 0.5 to 4 MiB by four H100 is predicted within 15 % of the times that vLLM's pull
   request 24111 prints (a test has the table). Over PCIe, vLLM uses them for two GPUs at most.
+- nvls: the switch of NVLink 4 and 5 adds what passes through it (NVLink SHARP, NVLS). A rank asks
+  it for the sum of one piece, and hands the sum to it once, for all. It has the hops of two_shot,
+  and the links "nvls4" and "nvls5" have it; the others say what GPUs do without.
 
 Sources: Hockney 1994 for the model; Thakur, Rabenseifner & Gropp 2005 for collectives in it.
 """
@@ -33,7 +36,7 @@ NCCL = "hops: NVIDIA/nccl src/graph/tuning.cc"
 class Link:
     """What a GPU has to reach others. bytes_per_s: in one direction. ll_hop_s, bulk_hop_s: a round
     of a ring, under LL and Simple, in seconds. reads_directly: whether a kernel may read the memory
-    of all other GPUs at this rate, as over NVSwitch.
+    of all other GPUs at this rate, as over NVSwitch. adds: whether the switch does the adding.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Link:
     bulk_hop_s: float
     source: str
     reads_directly: bool = False
+    adds: bool = False
 
 
 LINKS = {
@@ -49,6 +53,12 @@ LINKS = {
     "nvlink4": Link("NVLink 4", 450e9, 0.6e-6, 3.4e-6, f"H100 data sheet, 900 GB/s; {NCCL}", True),
     "nvlink5": Link(
         "NVLink 5", 900e9, 0.6e-6, 3.4e-6, f"DGX B200 data sheet, 1.8 TB/s; {NCCL}", True
+    ),
+    "nvls4": Link(
+        "NVLink 4 with NVLS", 450e9, 0.6e-6, 3.4e-6, f"as NVLink 4, data sheet; {NCCL}", True, True
+    ),
+    "nvls5": Link(
+        "NVLink 5 with NVLS", 900e9, 0.6e-6, 3.4e-6, f"as NVLink 5, data sheet; {NCCL}", True, True
     ),
     "pcie3": Link("PCIe 3 x16", 16e9, 1.0e-6, 5.7e-6, f"T4 data sheet, 32 GB/s; {NCCL}"),
     "pcie4": Link("PCIe 4 x16", 32e9, 1.0e-6, 5.7e-6, f"A100 data sheet, 64 GB/s; {NCCL}"),
@@ -117,6 +127,9 @@ def all_reduce_times(n: float, size: int, machine: Machine) -> Iterator[tuple[fl
     bytes that leave it.
     """
     boxes = -(-size // machine.gpus_per_box)
+    if machine.inside.adds and size > 1 and boxes == 1:
+        latency_s = SIMPLE.base_s + 2 * machine.inside.bulk_hop_s
+        yield latency_s + nvls_bytes(size, n) / machine.inside.bytes_per_s, "nvls"
     for name, way in WAYS.items():
         is_direct = name in ("one_shot", "two_shot")
         if is_direct and size > 2 and not machine.inside.reads_directly:
@@ -134,6 +147,15 @@ def all_reduce_times(n: float, size: int, machine: Machine) -> Iterator[tuple[fl
                 per_gpu = sent / machine.gpus_per_box
                 wire_s = max(wire_s, per_gpu / machine.between.bytes_per_s)
             yield latency_s + wire_s, name
+
+
+def nvls_bytes(size: int, n: float) -> float:
+    """What a rank sends where the switch adds: (1 + 1 / P) · n, and as many come in.
+
+    The switch reads all n bytes of every rank, a piece for each rank that asks. Each rank gets one
+    added piece of n / P, and sends it once; the switch hands it to all.
+    """
+    return (1 + 1 / size) * n
 
 
 def all_reduce_s(n: float, size: int, machine: Machine) -> float:

@@ -14,9 +14,11 @@ and n bytes:
     doubling    log₂ P         log₂ P · n                     few bytes and many ranks
 
 The sum needs n · (P − 1) / P bytes to come into each rank and as many for the result, so the bytes
-of the ring are the fewest that there can be. NCCL has rings and trees; a tree takes about 2 log₂ P
+of the ring are the fewest that there can be while ranks add. A switch that adds needs n + n / P
+(planner/links.py). NCCL has rings and trees; a tree takes about 2 log₂ P
 rounds and, cut into pieces that follow each other, 2 n bytes. vLLM's custom kernels have one_shot
-and two_shot ("one stage", "two stage"), which read the memory of the other GPUs directly.
+and two_shot ("one stage", "two stage"), which read the memory of the other GPUs directly, as those
+of symmetric_kernels.py.
 
 The order of the additions differs from way to way, so in floating point the last digits may, too.
 Every rank gets the same digits, because each sum is made in one place, or in the same order in all.
@@ -185,7 +187,7 @@ def norm_between(partial: Tensor, norm: nn.Module, group: Group) -> Tensor:
     An all-reduce is a reduce-scatter and an all-gather. What is between two tensor-parallel
     matrix products (the residual sum and the norm) takes each token alone, so it fits between the
     two halves: the same bytes on the wire, 1/P of the rows to hold and to norm. This is sequence
-    parallelism (Korthikanti et al. 2022, section 4.2.2).
+    parallelism (Korthikanti et al. 2022, section 4.2.2); shards/sequence.py has it in whole models.
     """
     pieces = list(partial.tensor_split(group.size))
     pieces[group.rank] = norm(reduce_scatter(pieces, group))

@@ -58,6 +58,18 @@ class Group:
         """All ranks, after init_process_group."""
         return cls(list(range(dist.get_world_size())), dist.get_rank())
 
+    @property
+    def backend(self) -> str | None:
+        """Who moves the bytes: "nccl" or "gloo"; None: nothing moves."""
+        return dist.get_backend(self.handle) if self.size > 1 else None
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph may hold its collectives: NCCL's are kernels, gloo's run on a
+        CPU.
+        """
+        return self.backend in (None, "nccl")
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place. x: any shape."""
         if self.size > 1:

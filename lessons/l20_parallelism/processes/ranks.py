@@ -25,6 +25,12 @@ class Ranks:
         total = sum(parts[1:], parts[0])
         return [total.clone() for _ in parts]
 
+    def reduce_scatter(self, parts: list[Tensor]) -> list[Tensor]:
+        """Every rank gets its share of the sum's rows: [size · R, ...] each -> [R, ...] each."""
+        self._write_down("reduce_scatter", [part.numel() for part in parts])
+        total = sum(parts[1:], parts[0])
+        return [rows.clone() for rows in total.chunk(self.size)]
+
     def all_gather(self, parts: list[Tensor], dim: int = -1) -> list[Tensor]:
         """Every rank gets all parts side by side along `dim`, in the order of the ranks: by default
         [..., C] each -> [..., size · C].

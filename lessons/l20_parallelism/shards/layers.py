@@ -38,6 +38,10 @@ class RowParallel(nn.Module):
         out = self.group.all_reduce(self.linear(x))
         return out if self.bias is None else out + self.bias
 
+    def partial(self, x: Tensor) -> Tensor:
+        """Before the sum and the bias: [T, in / size] -> [T, out]."""
+        return self.linear(x)
+
 
 class VocabParallelEmbedding(nn.Module):
     """The embeddings of the tokens first, first + 1, … that this rank holds."""
@@ -47,12 +51,16 @@ class VocabParallelEmbedding(nn.Module):
         self.embedding, self.first, self.group = embedding, first, group
 
     def forward(self, tokens: Tensor) -> Tensor:  # [T] -> [T, hidden_size]
+        return self.group.all_reduce(self.partial(tokens))
+
+    def partial(self, tokens: Tensor) -> Tensor:
+        """Before the sum: [T] -> [T, hidden_size], zeros for another rank's tokens."""
         local = tokens - self.first
         is_elsewhere = (local < 0) | (local >= len(self.embedding.weight))
         # Looked up as token 0, then made zeros, because the shapes must not depend on the data.
         x = self.embedding(local.masked_fill(is_elsewhere, 0))
         # not multiplied by zero, because the row of token 0 may hold an infinity
-        return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0))
+        return x.masked_fill_(is_elsewhere[:, None], 0)
 
 
 class ParallelHead(nn.Module):
@@ -87,6 +95,10 @@ class SummedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
         return self.group.all_reduce(self.moe(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Before the sum: [T, hidden_size] -> [T, hidden_size]."""
+        return self.moe(x)
 
 
 class NormOverRanks(nn.Module):

@@ -17,9 +17,8 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l06_mla.deepseek import decoder_class
-from lessons.l20_parallelism.optimized import finish, new_part
+from lessons.l20_parallelism.optimized import finish, new_part, own_slices
 from lessons.l20_parallelism.processes.mesh import Links
-from lessons.l20_parallelism.shards.sharding import slices_of
 from lessons.toolbox.model.arguments import shown
 from lessons.toolbox.model.checkpoint import find_weights, load_config, read_tensors
 from lessons.toolbox.model.config import ModelConfig
@@ -42,16 +41,15 @@ def load_sharded(
     the checkpoint), one line.
     """
     device, dtype = read_device(device), read_dtype(dtype)
-    config, group = load_config(name_or_path), links.tensor
+    config = load_config(name_or_path)
     refuse_quantized_parts(config)
     part = new_part(config, links, expert_parallel)
     folder = find_weights(name_or_path, config)
     with torch.device("meta"):  # only for the names and shapes of all tensors
         whole = decoder_class(config)(config)
     shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
-    place = group.rank, group.size
     parts = {
-        name: slices_of(config, name, shapes[name], *place, expert_parallel=expert_parallel)
+        name: own_slices(config, name, shapes[name], links, expert_parallel)
         for name in part.state_dict()
     }
     weights = read_tensors(whole, folder, catalog(folder), {}, device, dtype, parts)

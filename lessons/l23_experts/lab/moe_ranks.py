@@ -1,5 +1,5 @@
-"""What the ranks of a test of experts.py run: layers of experts with random weights, on tokens that
-all ranks have, or that are split over them.
+"""What the ranks of a test of experts.py and dispatch.py run: layers of experts with random
+weights, on tokens that all ranks have, or that are split over them.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,7 +19,7 @@ from lessons.l06_mla.moe import MoE
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l23_experts import grouped
 from lessons.l23_experts.naive import layer_config
-from lessons.l23_experts.ranks import experts
+from lessons.l23_experts.ranks import dispatch, experts, wire
 from lessons.toolbox.model.config import MoEConfig
 from lessons.toolbox.proof.planted import with_bug
 
@@ -47,9 +47,9 @@ CONFIGS = {
 
 
 class Case(NamedTuple):
-    """A layer, its tokens, and what is wrong with it. form: "replicated", "split" or "capacity".
-    split: how many tokens each rank has, if they are split. bug: (old, new) in experts.py or
-    grouped.py.
+    """A layer, its tokens, and what is wrong with it. form: a name in FORMS. split: how many tokens
+    each rank has, if they are split. row: "Plain" or "Float8", what dispatch.py sends. bug: (old,
+    new) in one of MODULES.
     """
 
     form: str
@@ -59,6 +59,7 @@ class Case(NamedTuple):
     split: tuple[int, ...] = ()
     capacity_factor: float = 1.0
     bug: tuple[str, str] | None = None
+    row: str = "Plain"
 
     @property
     def num_tokens(self) -> int:
@@ -94,9 +95,9 @@ def run_case(world: Group, case: Case) -> dict:
     x = tokens_of(case)
     if case.split:
         x = x.split(case.split)[world.rank]
-    with planted(case.bug) as module, warnings.catch_warnings(record=True) as said:
+    with planted(case.bug) as modules, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        layer = layer_of(module, case, world)
+        layer = layer_of(modules, case, world)
         world.wire.clear()
         out = layer(x)
     return dict(
@@ -104,38 +105,61 @@ def run_case(world: Group, case: Case) -> dict:
         calls=dict(world.wire.calls),
         bytes=dict(world.wire.bytes),
         dropped=int(getattr(layer, "dropped", 0)),
+        rows_sent=getattr(layer, "rows_sent", None),
         said=[str(warning.message) for warning in said],
     )
 
 
-def layer_of(module: ModuleType, case: Case, world: Group) -> nn.Module:
-    """The case's layer, as `module`, experts.py or a buggy copy of it, makes it."""
+FORMS = {  # name: (module, class)
+    "replicated": ("experts", "ExpertParallelMoE"),
+    "split": ("experts", "SplitTokensMoE"),
+    "capacity": ("experts", "CapacityMoE"),
+    "gathered": ("dispatch", "GatherScatterMoE"),
+    "counted": ("dispatch", "CountedDispatchMoE"),
+    "slots": ("dispatch", "FixedSlotsMoE"),
+}
+MODULES = dict(experts=experts, dispatch=dispatch, wire=wire, grouped=grouped)
+
+
+def layer_of(modules: SimpleNamespace, case: Case, world: Group) -> nn.Module:
+    """The case's layer, as MODULES or their buggy copies make it."""
     moe = new_moe(CONFIGS[case.config], case.seed, case.dtype)
-    if case.form == "replicated":
-        return module.ExpertParallelMoE(moe, world)
-    if case.form == "split":
-        return module.SplitTokensMoE(moe, world)
-    return module.CapacityMoE(moe, world, case.capacity_factor)
+    module, name = FORMS[case.form]
+    new = getattr(getattr(modules, module), name)
+    if case.form == "capacity":
+        return new(moe, world, case.capacity_factor)
+    if module == "dispatch":
+        return new(moe, world, form=getattr(modules.wire, case.row)())
+    return new(moe, world)
 
 
 @contextlib.contextmanager
-def planted(bug: tuple[str, str] | None) -> Iterator[ModuleType]:
-    """experts.py, or a copy of it with a bug, or itself over a copy of grouped.py with the bug."""
+def planted(bug: tuple[str, str] | None) -> Iterator[SimpleNamespace]:
+    """MODULES, of which the one that says bug[0] is a copy with the bug. What others took from
+    grouped.py or wire.py is the copy's, too.
+    """
     if bug is None:
-        yield experts
+        yield SimpleNamespace(**MODULES)
         return
-    folder = Path(tempfile.mkdtemp())
-    if bug[0] in inspect.getsource(experts):
-        yield with_bug(experts, folder, *bug)
-        return
-    buggy = with_bug(grouped, folder, *bug)
-    with mock.patch.object(experts, "GroupedMoE", buggy.GroupedMoE):
-        yield experts
+    name = next(name for name, module in MODULES.items() if bug[0] in inspect.getsource(module))
+    buggy = with_bug(MODULES[name], Path(tempfile.mkdtemp()), *bug)
+    with contextlib.ExitStack() as stack:
+        for user, names in {"experts": ["GroupedMoE"], "dispatch": MESSAGES}.items():
+            for taken in filter(lambda taken: hasattr(buggy, taken), names):
+                patch = mock.patch.object(MODULES[user], taken, getattr(buggy, taken))
+                stack.enter_context(patch)
+        yield SimpleNamespace(**{**MODULES, name: buggy})
+
+
+MESSAGES = ["read_message", "write_message"]
+
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def assert_equal(case: Case, out: Tensor, expected: Tensor) -> None:
     """Raise AssertionError unless out and expected: [T, hidden_size] agree to the dtype's
     rounding.
     """
-    tolerance = 1e-12 if case.dtype == torch.float64 else 2e-5
+    tolerance = TOLERANCES[case.dtype]
     assert (out - expected).norm() <= tolerance * expected.norm(), case

@@ -3,7 +3,7 @@ has; and for the notebook's slider, from when on experts compute longer than the
 
     python -m lessons.l23_experts.lab.pictures
 
-writes the first as an SVG file beside this file.
+writes the first, and that of dispatch_picture.py, as SVG files beside this file.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lessons.l20_parallelism.lab.figures import box, words
+from lessons.l23_experts.lab.dispatch_picture import draw_dispatch
 from lessons.toolbox.draw.figure import (
     HALO,
     HATCHES,
@@ -134,6 +135,12 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
         "Left, a table of how many rows each of four GPUs sends to each. Right, a bar for each "
         "GPU: how many rows it has to compute, with a dashed line at the mean that the highest "
         "exceeds.",
+    ),
+    "dispatch": (
+        draw_dispatch,
+        "A token and sixteen experts on four ranks, twice. Left, six arrows lead from the token to "
+        "the six experts that it chose. Right, three arrows lead to the three ranks that hold "
+        "them, where a sum is made.",
     ),
 }
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lessons.l23_experts.more import fp8, mxfp4, wide
 from lessons.l23_experts.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
+from lessons.l23_experts.ranks import windows_kernels
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 
 KERNELS_FILE = "lessons.l23_experts.kernels"
@@ -176,6 +177,34 @@ def sum_spec(dtype: str, chips: tuple[int, ...]) -> KernelSpec:
     )
 
 
+def window_spec(kernel: str, size: int) -> KernelSpec:
+    """dispatch_kernel or combine_kernel as KernelWindows launches them among `size` ranks, for rows
+    of whole 16 bytes.
+    """
+    words, flags = ("*i32",) * size, ("*i32",) * size
+    if kernel == "dispatch":
+        pointers = dict(packed_ptr=words[0], chosen_ptr="*i64", slots_ptr="*i64", counts_ptr="*i64")
+        pointers |= dict(rows=words, full=("*i64",) * size)
+        counts, own = ("num_pairs",), {"TOP_K": 8}
+    else:
+        pointers = dict(results_ptr=words[0], full_ptr="*i64", windows=words)
+        counts, own = (), {}
+    counts = (*counts, "num_own", "max_tokens", "vectors", "rank")
+    return KernelSpec(
+        f"{windows_kernels.__name__}:{kernel}_kernel",
+        name=f"{kernel}_{size}_ranks",
+        signature={
+            **pointers,
+            "flags": flags,
+            "own_flags_ptr": "*i32",
+            **dict.fromkeys(counts, "i32"),
+        },
+        constexprs={"SIZE": size, "BLOCK": windows_kernels.BLOCK, "VECTOR": 4, **own},
+        divisible_by_16=("num_own", "max_tokens"),
+        chips=tuple(CHIPS),
+    )
+
+
 def of_one(spec: KernelSpec, *names: str) -> KernelSpec:
     """The same with arguments that equal 1, which Triton compiles as constants: one expert, one
     column.
@@ -216,6 +245,7 @@ KERNELS = [
     align_spec(8, wide.PARTS * wide.TILES.part),
     sum_spec("bf16", WITH_MATRIX_UNITS),
     sum_spec("fp32", tuple(CHIPS)),
+    *(window_spec(kernel, size) for kernel in ("dispatch", "combine") for size in (2, 8)),
     of_one(product_spec("gate_up", "bf16", FEW_ROWS, (90,)), "inner"),
     of_one(product_spec("down", "bf16", FEW_ROWS, (90,)), "inner"),
     of_one(align_spec(1), "num_experts"),

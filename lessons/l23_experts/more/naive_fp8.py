@@ -25,9 +25,13 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rounded(x: Tensor) -> Tensor:
     """x: [M, K] as FP8 holds it, in x's dtype or wider."""
-    values, scales = quantize_groups(x)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return values.to(wide) * scales.to(wide).repeat_interleave(TILE, 1)[:, : x.shape[1]]
+    return dequantized(*quantize_groups(x), torch.promote_types(x.dtype, torch.float32))
+
+
+def dequantized(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What quantize_groups made, as numbers of this dtype: [M, K]."""
+    scales = scales.to(dtype).repeat_interleave(TILE, 1)
+    return values.to(dtype) * scales[:, : values.shape[1]]
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> Tensor:

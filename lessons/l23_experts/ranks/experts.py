@@ -14,7 +14,8 @@ tokens are:
                         known, so nothing is exchanged before and nothing waits. Pairs without a
                         place are dropped.
 
-In all three the router runs where the token is. Its weights never travel.
+dispatch.py has the forms that are served. In all of them the router runs where the token is, so
+every rank has the router's matrix.
 
 A part that lesson 20 makes has the first form by lesson 6's loop (shards/layers.py: OwnExperts,
 SummedExperts), and `grouped` replaces the loop by kernels. ExpertParallelMoE is the same for a
@@ -29,6 +30,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lessons.l02_naive_attention.decoder import MLP
 from lessons.l06_mla.moe import MoE
@@ -36,6 +38,7 @@ from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.grouped import GroupedMoE, ops_for, own_experts, stacked
 from lessons.l23_experts.ranks.load import capacity_of
+from lessons.l23_experts.ranks.wire import Float8, Plain
 from lessons.toolbox.model.arguments import check_positive
 
 # ---------------------------------------------------------------- tokens on every rank
@@ -98,14 +101,20 @@ class SplitTokensMoE(nn.Module):
         places = [experts_of(num_experts, rank, group.size) for rank in range(group.size)]
         self.own, self.num_experts = places[group.rank], num_experts
         self.experts_of_each = [len(place) for place in places]
-        self.experts = stacked(own_experts(moe, self.own))
+        own = own_experts(moe, self.own)
+        # the reference has experts that cannot be stacked, and another way to run them
+        self.experts = own if hasattr(own, "rows") else stacked(own)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size], of this rank -> the same
         weights, chosen = self.gate(x)
-        y = self.visit(x, chosen)
-        out = ops_for(x).weighted_sum(y, weights, chosen, self.num_experts)
+        out = self.routed(x, weights, chosen)
         # each rank runs the shared experts for its own tokens, and adds them once
         return out if self.shared_experts is None else out.add_(self.shared_experts(x))
+
+    def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the routed experts add: [T, H] -> [T, H]. weights, chosen: [T, k]."""
+        y = self.visit(x, chosen)
+        return ops_for(x).weighted_sum(y, weights, chosen, self.num_experts)
 
     def visit(self, x: Tensor, chosen: Tensor) -> Tensor:
         """What the experts make of x: [T, H] -> [T · k, H], pair t · k + j being chosen[t, j]:
@@ -130,20 +139,46 @@ class SplitTokensMoE(nn.Module):
         return torch.empty_like(results).index_copy_(0, order, results)
 
 
-class CapacityMoE(SplitTokensMoE):
+class PlacesMoE(SplitTokensMoE):
+    """Forms in which each expert has a fixed number of places for the pairs of a rank."""
+
+    def visit_places(
+        self, x: Tensor, pairs: Tensor, top_k: int, expert: Tensor, form: Plain | Float8
+    ) -> Tensor:
+        """As visit, [T, H] -> [T · k, H]; rows of pairs without a place are 0.
+
+        pairs: [E, places], the pair in each place of this rank, T · k in empty ones; expert:
+        [senders · own · places], which own expert runs each place that comes here.
+        """
+        num_pairs = len(x) * top_k
+        places = [count * pairs.shape[1] for count in self.experts_of_each]
+        own_places = [places[self.group.rank]] * self.group.size
+        # An empty place carries the last token, and what comes back for it is thrown away.
+        token = (pairs.flatten() // top_k).clamp(max=len(x) - 1)
+        rows = x[token] if len(x) else x.new_zeros(len(token), x.shape[1])
+        rows = self.group.all_to_all(form.pack(rows), places, own_places)
+        results = self.experts.rows(form.unpack(rows, x), expert[:, None])
+        results = self.group.all_to_all(results, own_places, places)
+        # "no pair" is T · k, so what came back for empty places goes into the row after the last
+        # pair
+        y = x.new_zeros(num_pairs + 1, x.shape[1])
+        return y.index_copy_(0, pairs.flatten(), results)[:num_pairs]
+
+
+class CapacityMoE(PlacesMoE):
     """As SplitTokensMoE, but each expert takes at most capacity_factor times the mean of a rank's
     pairs. All ranks must have equally many tokens.
 
     Of an expert's pairs the first ones get its places. The others are dropped: their token goes on
     without that share, and the weights of its other experts stay as they are. `dropped` and
-    `routed` count pairs since the start. A pass that drops also warns where looking costs nothing,
-    on the CPU.
+    `num_routed` count pairs since the start. A pass that drops also warns where looking costs
+    nothing, on the CPU.
     """
 
     def __init__(self, moe: MoE, group: Group, capacity_factor: float):
         super().__init__(moe, group)
         check_positive(capacity_factor=capacity_factor)
-        self.capacity_factor, self.routed = capacity_factor, 0
+        self.capacity_factor, self.num_routed = capacity_factor, 0
         device = moe.gate.weight.device
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -153,26 +188,15 @@ class CapacityMoE(SplitTokensMoE):
         capacity = capacity_of(num_tokens, top_k, self.num_experts, self.capacity_factor)
         pairs = first_pairs(chosen, self.num_experts, capacity)  # [E, capacity]
         self.count(num_pairs, (pairs < num_pairs).sum())
-
-        places = [count * capacity for count in self.experts_of_each]
-        own_places = [places[self.group.rank]] * self.group.size
-        # An empty place carries the last token, and what comes back for it is thrown away.
-        token = (pairs.flatten() // top_k).clamp(max=num_tokens - 1)
-        rows = self.group.all_to_all(x[token], places, own_places)
         expert = torch.arange(len(self.own), device=x.device).repeat_interleave(capacity)
-        results = self.experts.rows(rows, expert.repeat(self.group.size)[:, None])
-        results = self.group.all_to_all(results, own_places, places)
-        # "no pair" is T · k, so what came back for empty places goes into the row after the last
-        # pair
-        y = x.new_zeros(num_pairs + 1, x.shape[1])
-        return y.index_copy_(0, pairs.flatten(), results)[:num_pairs]
+        return self.visit_places(x, pairs, top_k, expert.repeat(self.group.size), Plain())
 
     def count(self, num_pairs: int, num_kept: Tensor) -> None:
         """Add a pass to the counts, and tell of its drops where this waits for nothing.
         num_kept: [].
         """
         dropped = num_pairs - num_kept
-        self.routed += num_pairs
+        self.num_routed += num_pairs
         self.dropped += dropped
         if dropped.is_cpu and dropped:
             warnings.warn(
@@ -190,4 +214,5 @@ def first_pairs(chosen: Tensor, num_experts: int, capacity: int) -> Tensor:
     edges = torch.searchsorted(expert, torch.arange(num_experts + 1, device=chosen.device))
     place = edges[:-1, None] + torch.arange(capacity, device=chosen.device)
     is_pair = place < edges[1:, None]
-    return torch.where(is_pair, order[place.clamp(max=len(order) - 1)], len(order))
+    order = pad(order, (0, 1))  # because there may be no pair at all
+    return torch.where(is_pair, order[place.clamp(max=len(expert))], len(expert))

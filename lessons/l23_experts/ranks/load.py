@@ -41,6 +41,14 @@ class Load:
         places = (experts_of(num_experts, rank, size) for rank in range(size))
         return Load(tuple(sum(self.counts[own.start : own.stop]) for own in places))
 
+    def told(self, what: str) -> str:
+        """The busiest, in words. what: the counts are of, such as "rank"."""
+        most = max(self.counts)
+        return (
+            f"{what} {self.counts.index(most)} has {most} of {sum(self.counts)} rows, "
+            f"{self.imbalance:.1f} times the mean"
+        )
+
     def dropped(self, capacity: int) -> int:
         """Pairs beyond the first `capacity` of each expert."""
         return sum(max(0, count - capacity) for count in self.counts)

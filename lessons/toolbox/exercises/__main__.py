@@ -10,6 +10,7 @@ from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, all_exercises, w
 from lessons.toolbox.exercises.kernels import print_ladder
 from lessons.toolbox.exercises.progress import export_progress, print_progress
 from lessons.toolbox.exercises.report import run_checks
+from lessons.toolbox.language import said
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,13 +56,13 @@ def run(options: argparse.Namespace) -> int:
     files = dict.fromkeys(entry.file for entry in all_exercises(options.which))
     if options.command == "generate":
         for file in files:
-            print(write_stub(SOLUTIONS / file, force=options.force))
+            print(said(write_stub(SOLUTIONS / file, force=options.force)))
         return 0
     if options.command == "cells":
         from lessons.toolbox.exercises.statements import refresh  # needs nbformat
 
         for lesson in dict.fromkeys(file[1:3] for file in files):
-            print(refresh(lesson))
+            print(said(refresh(lesson)))
         return 0
     # a process of its own, because the toolbox stands below the tests
     lessons = [file[1:3] for file in files]

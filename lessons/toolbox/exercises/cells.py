@@ -24,6 +24,7 @@ from lessons.toolbox.exercises.exercise import (
 from lessons.toolbox.exercises.loading import describe, load_file
 from lessons.toolbox.exercises.parts import Definition, first_line, is_mark, names_of, source_of
 from lessons.toolbox.exercises.report import run_checks
+from lessons.toolbox.language import said
 
 ATTEMPTS = ROOT / "build" / "attempts"
 
@@ -156,11 +157,12 @@ def run_cell(which: str, code: str, namespace: dict) -> None:
             write_stub(SOLUTIONS / entry.file, EXERCISES)
         if not untouched_line(code, entry.id):
             if kept := save(entry, cell, EXERCISES):
-                print(f"saved in exercises/{entry.file}; before: {kept.relative_to(ROOT)}")
+                before = kept.relative_to(ROOT)
+                print(said(f"saved in exercises/{entry.file}; before: {before}"))
         elif untouched_line(_text(path), entry.id):
-            print(f"TODO {entry.id}: write your code in this cell, and run it")
+            print(said(f"TODO {entry.id}: write your code in this cell, and run it"))
         else:
-            print(f"this cell is the stub, so exercises/{entry.file} is checked as it is")
+            print(said(f"this cell is the stub, so exercises/{entry.file} is checked as it is"))
         is_solved = not untouched_line(_text(path), entry.id)
         if is_solved:
             run_checks(entry.id, again="run this cell; three hints are in the folds above it")
@@ -168,7 +170,7 @@ def run_cell(which: str, code: str, namespace: dict) -> None:
             module = load_file(path)
             namespace |= {name: getattr(module, name) for name in names_of(entry)}
     except ExerciseError as error:
-        print(f"{which.strip()}: {error}")
+        print(f"{which.strip()}: {said(str(error))}")
         return
     _run_rest(cell.rest, namespace)
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from lessons.toolbox.exercises.drop_ins import USED, Part, parts_of_the_engine
 from lessons.toolbox.exercises.progress import status_now
+from lessons.toolbox.language import said
 
 
 def parts_that(status: str, impl: str) -> list[str]:
@@ -27,18 +28,19 @@ def print_parts(parts: list[Part], console: Console, unchecked: Collection[str] 
     """
     used = [part for part in parts if part.how == USED]
     stubs = [part for part in parts if part.how.startswith("not solved yet")]
-    table = Table("exercise", "part", "whose", box=box.SIMPLE, pad_edge=False)
+    table = Table(*map(said, ("exercise", "part", "whose")), box=box.SIMPLE, pad_edge=False)
     for part in parts:
         if part not in stubs:
             whose = "yours" if part in used else f"the lesson's: {part.how}"
             if part in used and part.exercise_id in unchecked:
-                whose += f", not checked: make check LESSON={part.exercise_id}"
-            table.add_row(part.exercise_id, short(part.replaces), escape(whose))
+                whose = f"yours, not checked: make check LESSON={part.exercise_id}"
+            table.add_row(part.exercise_id, said(short(part.replaces)), escape(said(whose)))
     if stubs:
         ids = ", ".join(part.exercise_id for part in stubs)
-        table.add_row("", f"{len(stubs)} others", f"the lesson's, not solved yet: {ids}")
+        whose = said(f"the lesson's, not solved yet: {ids}")
+        table.add_row("", said(f"{len(stubs)} others"), whose)
     console.print(table)
-    console.print(f"{len(used)} of {len(parts)} parts are yours")
+    console.print(said(f"{len(used)} of {len(parts)} parts are yours"))
 
 
 def short(place: str) -> str:

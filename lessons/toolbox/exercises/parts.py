@@ -5,6 +5,7 @@ import re
 from functools import cache
 
 from lessons.toolbox.exercises.exercise import ROOT, SOLUTIONS, Exercise, generate, untouched_line
+from lessons.toolbox.language import SOURCE
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -15,12 +16,28 @@ def stub_of(entry: Exercise) -> str:
     return "\n\n\n".join(undecorated(text, node) for node in parts_of(text, entry))
 
 
-def hints_of(entry: Exercise) -> list[str]:
-    """The three hints that the lesson's README folds under an exercise."""
-    (readme,) = (ROOT / "lessons").glob(f"l{entry.lesson}_*/README.md")
-    text = readme.read_text(encoding="utf-8")
-    _, _, fold = text.partition(f"<details><summary><b>{entry.id} ")
-    return re.findall(r"<summary>Hint \d[^<]*</summary>\s*(.*?)\s*</details>", fold, re.S)[:3]
+def hints_of(entry: Exercise, language: str = SOURCE) -> list[str]:
+    """The three hints that the lesson's README folds under an exercise; [] if there is no README in
+    that language.
+    """
+    fold = _fold(entry, language)
+    hint = r"<summary>(?:Hint|힌트) \d[^<]*</summary>\s*(.*?)\s*</details>"
+    return re.findall(hint, fold, re.S)[:3]
+
+
+def title_of(entry: Exercise, language: str = SOURCE) -> str:
+    """An exercise's title as the README of a language has it, or in English."""
+    title, found, _ = _fold(entry, language).partition("</b>")
+    return title if found else entry.title
+
+
+def _fold(entry: Exercise, language: str) -> str:
+    """A lesson's README from an exercise on, "" if there is none in a language."""
+    folder = ROOT / "lessons" if language == SOURCE else ROOT / language / "lessons"
+    for readme in folder.glob(f"l{entry.lesson}_*/README.md"):
+        text = readme.read_text(encoding="utf-8")
+        return text.partition(f"<details><summary><b>{entry.id} ")[2]
+    return ""
 
 
 @cache

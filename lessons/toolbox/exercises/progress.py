@@ -21,6 +21,7 @@ from lessons.toolbox.exercises.exercise import (
     untouched_line,
 )
 from lessons.toolbox.exercises.parts import names_of
+from lessons.toolbox.language import said
 
 PASS, FAIL, TODO, NOT_RUN, CHANGED = "PASS", "FAIL", "TODO", "NOT RUN", "CHANGED"
 # the worst first
@@ -32,6 +33,7 @@ LOOKS = {
     CHANGED: "[cyan]*",
 }
 PROGRESS_FILE = ROOT / "build" / "progress.json"
+COLUMNS = "lesson", "exercises", "done", "minutes"  # of the map
 IN_A_LINE = 4  # exercises of the map
 PART = "◆"  # its solution runs in the ladder or the engine
 
@@ -104,25 +106,24 @@ def status_now(entry: Exercise) -> str:
 
 def print_progress() -> None:
     """Every lesson, its exercises and the minutes left, as `make check` last found them."""
-    table, console = Table("lesson", "exercises", "done", "minutes"), Console()
+    table, console = Table(*map(said, COLUMNS)), Console()
     table.columns[1].no_wrap = True  # or a sign and its number part at the end of a line
     statuses = {entry: status_now(entry) for entry in all_exercises()}
     for file in [*dict.fromkeys(entry.file for entry in statuses), ""]:
         entries = [entry for entry in statuses if file in (entry.file, "")]
         left = [entry.minutes for entry in entries if statuses[entry] != PASS]
         marks = [mark_of(entry, statuses[entry]) for entry in entries if file]
-        name = f"{file[1:3]}  {file[4:-3].replace('_', ' ')}" if file else "all"
-        done = f"{len(entries) - len(left)} of {len(entries)}"
+        name = f"{file[1:3]}  {file[4:-3].replace('_', ' ')}" if file else said("all")
+        done = said(f"{len(entries) - len(left)} of {len(entries)}")
         lines = [" ".join(marks[at : at + IN_A_LINE]) for at in range(0, len(marks), IN_A_LINE)]
         table.add_row(name, "\n".join(lines), done, str(sum(left)))
     console.print(table)
-    console.print(
-        "  ".join(f"{look} {status}[/]" for status, look in LOOKS.items()) + " since its last check"
-    )
+    looks = "  ".join(f"{look} {said(status)}[/]" for status, look in LOOKS.items())
+    console.print(said(f"{looks} since its last check"))
     parts = [status for entry, status in statuses.items() if entry.replaces]
     own = sum(status not in (TODO, FAIL) for status in parts)
-    what = "a part of the ladder, the engine or what measures them"
-    console.print(f"{PART} {what}: {own} of {len(parts)} are yours")
+    what = said("a part of the ladder, the engine or what measures them")
+    console.print(f"{PART} {what}: " + said(f"{own} of {len(parts)} are yours"))
 
 
 def mark_of(entry: Exercise, status: str) -> str:

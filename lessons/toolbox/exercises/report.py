@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.markup import escape
 
@@ -17,6 +18,8 @@ from lessons.toolbox.command import typed
 from lessons.toolbox.exercises.exercise import ROOT, Exercise, all_exercises, has_kernel
 from lessons.toolbox.exercises.loading import folder_of
 from lessons.toolbox.exercises.progress import FAIL, LOOKS, NOT_RUN, PASS, TODO, remember
+from lessons.toolbox.exercises.spoken import message_of, statement_of
+from lessons.toolbox.language import said
 from lessons.toolbox.measure.device import CHIP, has_gpu, has_triton
 
 PRINTS = 12  # lines of the learner's output that are shown
@@ -30,12 +33,12 @@ def run_checks(which: str | int | None, impl: str = "exercises", again: str = ""
     """
     entries, console = all_exercises(which), Console(highlight=False, soft_wrap=True)
     folder_of(impl)  # an unknown one is said at once
-    with console.status("checking …"):
+    with console.status(said("checking …")):
         records = records_of(entries, impl)
     kernels = [e for e in entries if status_of(e, records) == PASS and has_kernel(e)]
     compiled = []
     if kernels and has_triton() and not has_gpu():
-        with console.status("running the compiled kernels …"):
+        with console.status(said("running the compiled kernels …")):
             compiled = records_of(kernels, impl, {CHIP: "90", "TRITON_INTERPRET": "0"})
     statuses = {}
     for entry in entries:
@@ -43,10 +46,11 @@ def run_checks(which: str | int | None, impl: str = "exercises", again: str = ""
             console, entry, records, again or command_for(entry, impl)
         )
         if entry in kernels and compiled:
-            console.print("          " + escape(traffic_of(entry, compiled)))
+            console.print("          " + escape(said(traffic_of(entry, compiled))))
     found = list(statuses.values())
-    counts = [f"{LOOKS[s]} {found.count(s)} {s}[/]" for s in LOOKS if s in found]
-    console.print("  ".join(counts) + ("   (NOT RUN is no pass)" if NOT_RUN in found else ""))
+    counts = [f"{LOOKS[s]} {found.count(s)} {said(s)}[/]" for s in LOOKS if s in found]
+    no_pass = f"   ({said('NOT RUN is no pass')})" if NOT_RUN in found else ""
+    console.print("  ".join(counts) + no_pass)
     if impl == "exercises":
         remember(statuses)
     return not {FAIL, TODO} & set(found)
@@ -131,7 +135,7 @@ def _why_it_broke_off(done: subprocess.CompletedProcess) -> str:
     # faulthandler names the learner's line, if the learner's code was running
     line = re.search(r'File ".*?(\w+/l\d\d_\w+\.py)", line (\d+)', done.stderr)
     where = f" ({line[1]}, line {line[2]})" if line else ""
-    return ": ".join([*started[-1:], what]) + where
+    return ": ".join([*started[-1:], said(what)]) + where
 
 
 def _print_exercise(
@@ -140,15 +144,17 @@ def _print_exercise(
     """Print one exercise; returns its status."""
     mine = [record for record in records if record.get("exercise") == entry.id]
     found, status = [record["status"] for record in mine], status_of(entry, records)
-    count = f"[dim]{found.count(PASS)} of {len(found)} checks passed[/]"
-    title = f"[bold]{entry.id}[/]  {escape(entry.title)}"
-    console.print(f"{LOOKS[status]} {status:7}[/] {title}  {count}")
+    statement = statement_of(entry)
+    count = said(f"{found.count(PASS)} of {len(found)} checks passed")
+    title = f"[bold]{entry.id}[/]  {escape(said(entry.title, statement))}"
+    # set_cell_size, because a letter of Hangul is as wide as two others
+    console.print(f"{LOOKS[status]} {set_cell_size(said(status), 7)}[/] {title}  [dim]{count}[/]")
     if status in (FAIL, NOT_RUN):
         first = next((r for r in mine if r["status"] == status), {"message": "no check ran"})
-        lines = first["message"].splitlines()
+        lines = [*message_of(first, statement)]
         if status == FAIL:
             lines += [f"  {line}" for line in _prints(first)]
-            lines.append(f"again: {again}")
+            lines.append(said(f"again: {again}"))
         for line in lines:
             console.print("          " + escape(line))
     return status
@@ -158,5 +164,5 @@ def _prints(failed: dict[str, str]) -> list[str]:
     """What the learner's code printed in that check, its last lines."""
     text = failed.get("prints", "").strip("\n")
     lines = [line for line in text.splitlines() if not line.startswith(NOT_THEIRS)]
-    left = [f"… {len(lines) - PRINTS} lines before"] if len(lines) > PRINTS else []
-    return ["it printed:", *left, *lines[-PRINTS:]] if lines else []
+    left = [said(f"… {len(lines) - PRINTS} lines before")] if len(lines) > PRINTS else []
+    return [said("it printed:"), *left, *lines[-PRINTS:]] if lines else []

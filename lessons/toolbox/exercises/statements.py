@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
-
 from lessons.toolbox.exercises.exercise import (
     ROOT,
     Exercise,
@@ -35,15 +33,24 @@ def statements(lesson: str) -> Iterator[tuple[Exercise, str]]:
     (readme,) = (ROOT / "lessons").glob(f"l{lesson}_*/README.md")
     text, found = readme.read_text(encoding="utf-8"), []
     for entry in all_exercises(lesson):
-        fold = re.search(FOLD.format(id=re.escape(entry.id)), text, re.DOTALL)
-        if fold is None:
+        statement = fold_of(entry.id, text)
+        if not statement:
             raise ExerciseError(f"{readme.parent.name}/README.md has no fold of {entry.id}")
-        title, effort, body = fold.groups()
-        body = LINK.sub(lambda link: f"]({_from_notebooks(readme, link[1])})", body)
-        statement = "\n".join([f"### {entry.id} {title}", effort, "", body.strip("\n")])
-        found.append((fold.start(), entry, statement))
+        statement = LINK.sub(lambda link: f"]({_from_notebooks(readme, link[1])})", statement)
+        found.append((text.index(f"<b>{entry.id} "), entry, statement))
     for _, entry, statement in sorted(found, key=lambda row: row[0]):
         yield entry, statement
+
+
+def fold_of(exercise_id: str, readme: str) -> str:
+    """An exercise in the text of a README, as a notebook states it, with the README's links; "" if
+    there is none.
+    """
+    fold = re.search(FOLD.format(id=re.escape(exercise_id)), readme, re.DOTALL)
+    if fold is None:
+        return ""
+    title, effort, body = fold.groups()
+    return "\n".join([f"### {exercise_id} {title}", effort, "", body.strip("\n")])
 
 
 def _from_notebooks(readme: Path, link: str) -> str:
@@ -61,6 +68,8 @@ def refresh(lesson: str) -> str:
     """Bring the exercises of a lesson's notebook up to date; returns what happened, in words.
     A learner's code stays.
     """
+    import nbformat  # here, because the book reads statements without it
+
     (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
     notebook, changed = nbformat.read(path, as_version=4), 0
     wanted = {entry.id: (entry, statement) for entry, statement in statements(lesson)}

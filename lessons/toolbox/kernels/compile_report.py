@@ -43,8 +43,8 @@ class KernelSpec:
     """
 
     kernel: str  # "package.module:function"
-    # argument -> Triton type; pointers are taken as 16-byte aligned
-    signature: dict[str, str]
+    # argument -> Triton type, or a tuple of them; pointers are taken as 16-byte aligned
+    signature: dict[str, str | tuple[str, ...]]
     constexprs: dict[str, object] = field(default_factory=dict)
     # where one kernel is listed twice; else the function's name
     name: str = ""

@@ -67,18 +67,21 @@ def _source_of(kernel, spec: dict):
     values |= {name: _constexpr(value) for name, value in spec["constexprs"].items()}
     values = {name: value for name, value in values.items() if name not in spec["signature"]}
     signature = {name: spec["signature"].get(name, "constexpr") for name in names}
-    aligned = [
-        name
-        for name, type_ in signature.items()
-        if type_.startswith("*") or name in spec["divisible_by_16"]
-    ]
+    # a tuple of pointers came through JSON as a list
+    signature = {name: tuple(t) if isinstance(t, list) else t for name, t in signature.items()}
+    aligned = []
+    for index, (name, type_) in enumerate(signature.items()):
+        if isinstance(type_, tuple):
+            aligned += [(index, place) for place in range(len(type_))]
+        elif type_.startswith("*") or name in spec["divisible_by_16"]:
+            aligned.append((index,))
     if getattr(kernel, "is_gluon", bool)():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     return ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
 
 

@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json", "chat_template*"]
-SMALL_FILES += ["hf_quant_config.json"]  # ModelOpt's
+SMALL_FILES += ["hf_quant_config.json", "quantize_config.json"]  # ModelOpt's and AutoGPTQ's
 # not *.safetensors: Mistral's hub repositories hold every weight again, in consolidated*
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import one_line, shown
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
-from lessons.toolbox.model.families import FAMILIES, LACKING, Family, of_decoder
+from lessons.toolbox.model.families import FAMILIES, LACKING, Family, of_decoder, with_method
 
 # Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
@@ -24,13 +24,9 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 # The largest number that a key may hold, and that of keys that are not named here. No published
 # model comes near, and larger ones would fill the memory before config and weights are compared.
-LARGEST = {
-    "rope_theta": 2**53,
-    "rope_local_base_freq": 2**53,
-    "max_position_embeddings": 2**24,
-    "sliding_window": 2**24,
-}
-LARGEST |= {"original_max_position_embeddings": 2**24, "num_hidden_layers": 10_000}
+LARGEST = {"rope_theta": 2**53, "rope_local_base_freq": 2**53, "num_hidden_layers": 10_000}
+LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
+LARGEST |= dict.fromkeys(LENGTHS, 2**24)
 LARGEST_SIZE = 2**19
 # DeepSeek's mscale 0 means that there is none
 MAY_BE_ZERO = ("first_k_dense_replace", "max_window_layers", "mscale", "mscale_all_dim")
@@ -93,6 +89,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+# where older files of ModelOpt and of AutoGPTQ alone say how the weights are quantized
+BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
+
+
 def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     """Shape of the checkpoint in `folder`, from its config.json; stop tokens also from
     generation_config.json. part: the key under which the decoder's own config stands, if the file
@@ -103,10 +103,11 @@ def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     """
     file = folder / "config.json"
     raw = read_json(file)
-    modelopt = folder / "hf_quant_config.json"  # older files say it here alone
-    if raw.get("quantization_config") is None and modelopt.exists():
-        said = read_json(modelopt).get("quantization") or {}
-        raw["quantization_config"] = {"quant_method": "modelopt"} | said
+    for name, method in BESIDE.items():
+        if raw.get("quantization_config") is None and (folder / name).exists():
+            beside = read_json(folder / name)
+            said = beside.get("quantization", beside)
+            raw["quantization_config"] = with_method(said, method)
     raw = of_decoder(raw, part)
     eos_token_ids = dict.fromkeys(_eos_token_ids(file, raw))
     generation = folder / "generation_config.json"

@@ -17,7 +17,7 @@ WITHOUT_EFFECT = {
     "LLM": {"an answer of LLM does not name its model": "served_model_name"},
     "engine": {
         ONE_KERNEL: "attention_backend moe_backend linear_backend kernel_config "
-        "sparse_indexer_topk_backend all2all_backend dcp_comm_backend mamba_backend "
+        "sparse_indexer_topk_backend dcp_comm_backend mamba_backend "
         "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend "
         "ir_op_priority enable_flashinfer_autotune mm_encoder_attn_backend",
         "decode steps are captured as they are, up to max_model_len": "compilation_config "
@@ -30,6 +30,7 @@ WITHOUT_EFFECT = {
         "model_loader_extra_config pt_load_map_location max_parallel_loading_workers "
         "use_tqdm_on_load",
         "the hub's own cache is used": "download_dir",
+        "a rank reads its own experts alone": "enable_ep_weight_filter",
         "no code of a checkpoint is ever run": "trust_remote_code",
         "there is one kind of config.json": "config_format",
         "there is one implementation of a model": "model_impl",
@@ -96,12 +97,11 @@ REFUSED = {
         "cp_kv_cache_interleave_size",
         "batches are not cut in two to overlap": "enable_dbo ubatch_size "
         "dbo_decode_token_threshold dbo_prefill_token_threshold",
-        "experts stay on the device where they are loaded": "eplb_config enable_eplb "
-        "expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size "
-        "enable_ep_weight_filter",
+        "experts are placed in order, or by eplb_config": "expert_placement_strategy",
+        "an engine keeps its number of processes": "enable_elastic_ep elastic_ep_max_dp_size",
         "tensor parallelism here is that of lesson 20": "enable_hc_sp "
         "enable_batch_sharded_sampling fully_sharded_loras",
-        "replicas step on their own": "dp_sync_interval prefill_schedule_interval "
+        "replicas step on their own, or all in each step": "dp_sync_interval prefill_schedule_interval "
         "enable_nccl_comm_suspend",
         "all weights are on the device": "cpu_offload_gb cpu_offload_params offload_backend "
         "offload_group_size offload_num_in_group offload_prefetch_step offload_params",

@@ -1,6 +1,6 @@
 """The film of the front page (make film): record the run again, and draw it.
 
-python -m reference.trace.film          writes film.svg, film_dark.svg and run.json
+python -m reference.trace.film          writes both films, a still of each, and run.json
 """
 
 import sys
@@ -19,12 +19,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(out: Path) -> int:
-    """The record and both pictures."""
+    """The record and the pictures."""
     found = run.record()
     out.mkdir(parents=True, exist_ok=True)
     (out / run.RECORD.name).write_text(run.written(found), encoding="utf-8")
-    for name, look in draw.LOOKS.items():
-        text = draw.film(found, look)
+    for name, text in draw.pictures(found).items():
         (out / name).write_text(text, encoding="utf-8")
         print(f"{out / name}: {len(text.encode()) // 1024} KB")
     return 0

@@ -1,9 +1,11 @@
 """Frames of a recorded run as one animated SVG, which a browser plays without any script.
 
 Everything that changes has an <animate> with its values, and only those that differ from the one
-before. A viewer that plays nothing shows the frame STILL.
+before. A viewer that plays nothing shows the frame STILL, and `still` has this frame alone, for
+people who asked their system for less motion.
 """
 
+import re
 from html import escape
 from typing import NamedTuple
 
@@ -102,6 +104,23 @@ def film(found: dict, look: Look) -> str:
     )
     ground = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{look.ground}"/>'
     return "\n".join([head, ground, *drawn.parts, "</svg>\n"])
+
+
+def still(moving: str) -> str:
+    """The frame of a film that is seen where nothing moves."""
+    frame = re.sub(r"<animate [^>]*/>", "", moving)
+    return re.sub(r'<text [^>]*visibility="hidden".*?</text>\n', "", frame)
+
+
+def pictures(found: dict) -> dict[str, str]:
+    """{file: SVG}: the films, and a still of each."""
+    films = {name: film(found, look) for name, look in LOOKS.items()}
+    return films | {still_of(name): still(moving) for name, moving in films.items()}
+
+
+def still_of(name: str) -> str:
+    """The file of a film's still."""
+    return name.replace(".svg", "_still.svg")
 
 
 def short(value) -> str:

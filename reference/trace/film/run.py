@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reference.trace.recorder import read_trace, traced
+from reference.trace.recorder import Trace, read_trace, traced
 
 RECORD = Path(__file__).with_name("run.json")
 ENGINE = dict(
@@ -39,24 +39,34 @@ REQUESTS = [
 ]
 
 
-def record() -> dict:
-    """Run the engine; returns what the film needs of its trace, without times."""
-    from lessons.toolbox.model.arguments import one_line
+def run_traced(path: Path) -> None:
+    """Run the engine, and write its trace."""
     from reference import LLM, SamplingParams
 
     engine = LLM("models/tiny", **ENGINE).engine
     waiting, step = list(enumerate(REQUESTS)), 0
+    with traced(engine, path):
+        while waiting or engine.has_unfinished_requests:
+            while waiting and waiting[0][1][0] <= step:
+                number, (_, prompt, count) = waiting.pop(0)
+                params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+                engine.add_request(str(number), prompt, params)
+            engine.advance()
+            step += 1
+
+
+def record() -> dict:
+    """Run the engine; returns what the film needs of its trace, without times."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.json"
-        with traced(engine, path):
-            while waiting or engine.has_unfinished_requests:
-                while waiting and waiting[0][1][0] <= step:
-                    number, (_, prompt, count) = waiting.pop(0)
-                    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-                    engine.add_request(str(number), prompt, params)
-                engine.advance()
-                step += 1
-        trace = read_trace(path)
+        run_traced(path)
+        return without_times(read_trace(path))
+
+
+def without_times(trace: Trace) -> dict:
+    """Of a trace of this run what does not depend on the clock."""
+    from lessons.toolbox.model.arguments import one_line
+
     born = [e for e in trace.events if e["name"] == "answer" and e["ph"] == "b"]
     prompts = {e["id"]: REQUESTS[int(e["args"]["request"])][1] for e in born}
     requests = {

@@ -3,10 +3,12 @@ hint for each.
 """
 
 import math
+from functools import reduce
 
 import torch
 
 from lessons.l02_naive_attention.naive import attention
+from lessons.l08_online_softmax.naive import Partial, finish, from_scores, merge
 from tests.exercises.wrong import Answers
 
 answers = Answers()
@@ -481,3 +483,180 @@ def row_by_row(local_logits, vocab_size, ranks):
         tokens.append(rank * width + int(line[rank][2]))
         values.append(-math.log(sum(s * math.exp(m - best) for m, s, _ in line)))
     return torch.tensor(tokens), torch.tensor(values, dtype=torch.float32)
+
+
+# ---------------------------------------------------------------- 20.3 shared tokens
+
+answers.slips(
+    "20.3",
+    """
+    parts_averaged: Each rank's part counts by how much weight of the row it has, not equally.
+    - (factor * acc).sum(0) / (factor * l).sum(0)
+    + (acc / l.clamp(min=1e-30)).mean(0)
+
+    parts_added: The rows of the ranks are added with their factors, exp(m - the largest m).
+    - factor = (m - m.amax(0)).exp()
+    + factor = torch.ones_like(m)
+
+    factor_for_acc_alone: l is relative to the rank's own m as well: rescale both.
+    - (factor * l).sum(0)
+    + l.sum(0)
+
+    factor_for_l_alone: acc is relative to the rank's own m as well: rescale both.
+    - (factor * acc).sum(0)
+    + acc.sum(0)
+
+    rescaled_the_wrong_way: A part with a small maximum counts less: exp(its m - the largest m).
+    - (m - m.amax(0)).exp()
+    + (m.amax(0) - m).clamp(max=80).exp()
+
+    rescaled_in_base_2: The sums are of exp, so rescale them by exp.
+    - (m - m.amax(0)).exp()
+    + (m - m.amax(0)).exp2()
+
+    largest_of_rank_0: Subtract the largest m of all ranks. With rank 0's own exp may overflow.
+    - m.amax(0)
+    + m[0]
+
+    never_divided: Divide the sum of acc by the sum of l.
+    - / (factor * l).sum(0)
+
+    one_part_is_enough: Every rank has seen some of the tokens: merge the parts of all.
+    - outs.append((factor * acc).sum(0) / (factor * l).sum(0))
+    + outs.append(acc[0] / l[0].clamp(min=1e-30))
+
+    the_part_with_the_largest_score: The rank with the largest score has not all of the weight.
+    - outs.append((factor * acc).sum(0) / (factor * l).sum(0))
+    + best = (factor == 1).float()
+    + outs.append((best * acc).sum(0) / (best * l).sum(0))
+
+    padding_is_zero: A score of 0 has the weight exp(0) = 1. Mask with -inf.
+    - scores.masked_fill(~is_token[:, None], -torch.inf)
+    + scores.masked_fill(~is_token[:, None], 0.0)
+
+    padding_counts: Rows after a rank's last token are no tokens: mask their scores.
+    - scores = scores.masked_fill(~is_token[:, None], -torch.inf)
+
+    values_of_padding: 0 * NaN is NaN: mask the values of rows without a token, too.
+    - v.masked_fill(~is_token[..., None], 0.0)
+    + v
+
+    filled_with_1e4: A score may be smaller than -1e4 times anything: nothing is below -inf.
+    - -torch.inf
+    + -10.0
+
+    empty_rank_is_nan: A rank without a token computes -inf - (-inf), which is NaN.
+    - .clamp(min=torch.finfo(scores.dtype).min)
+
+    an_empty_rank_counts_as_0: The m of a rank without a token is -inf, or very small. With 0 the
+        others' factors are all 0 where their scores are far below 0.
+    - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    + scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    - factor = (m - m.amax(0)).exp()
+    + factor = (m - m.amax(0)).exp() * torch.where(m.amax(0) < -1, torch.ones_like(m), l.sign())
+
+    without_a_maximum: exp of a score above 88 overflows in float32: subtract the maximum first.
+    - m = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    + m = torch.zeros_like(scores[..., :1])
+
+    tokens_in_one_piece: Token i is on rank i % size, so row j of rank r is token r + size * j.
+    - place = rank + ranks.size * torch.arange(k.shape[1])
+    + place = rank * k.shape[1] + torch.arange(k.shape[1])
+
+    one_token_too_many: Row j of rank r is token r + size * j, and it exists below context_lens.
+    - place < context_lens[:, None]
+    + place <= context_lens[:, None]
+
+    as_many_on_each_rank: The first ranks have one token more where size does not divide.
+    - place < context_lens[:, None]
+    + (place // ranks.size) < (context_lens // ranks.size)[:, None]
+
+    first_sequence_for_all: Each sequence has a length of its own.
+    - context_lens[:, None]
+    + context_lens[:1, None]
+
+    scale_forgotten: softmax_scale is missing.
+    - * softmax_scale
+
+    scaled_twice: The scores are scaled once.
+    - * softmax_scale
+    + * softmax_scale * softmax_scale
+
+    own_queries_alone: A rank's tokens are needed by the heads of all ranks: gather the queries.
+    - zip(ranks.all_gather(qs, dim=1), keys, values)
+    + zip([torch.cat([q] * ranks.size, 1) for q in qs], keys, values)
+
+    gathered_beside_each_other: Heads are dimension 1. Along the last one they are cut to pieces.
+    - zip(ranks.all_gather(qs, dim=1), keys, values)
+    + zip([q.unflatten(-1, (ranks.size, -1)).transpose(1, 2).flatten(1, 2) for q in ranks.all_gather(qs, dim=-1)], keys, values)
+    - return outs
+    + return [out.flip(1) for out in outs]
+
+    heads_dealt_like_cards: After the gather the heads of a rank are side by side.
+    - list(part.split(own, dim=1))
+    + [part[:, rank :: ranks.size] for rank in range(ranks.size)]
+
+    another_ranks_heads: Piece r of what you send belongs to rank r.
+    - sent.append(list(part.split(own, dim=1)))
+    + sent.append(list(part.split(own, dim=1))[::-1])
+
+    read_from_the_list: Another rank's part must come through `ranks`. You read it from the list.
+    - in ranks.all_to_all(sent):
+    + in [[own_parts[to] for own_parts in sent] for to in range(ranks.size)]:
+
+    queries_from_the_list: Another rank's queries must come through `ranks`.
+    - ranks.all_gather(qs, dim=1)
+    + [torch.cat(qs, 1)] * ranks.size
+
+    keys_and_values_gathered: Keys and values stay where they are; what travels is small.
+    - own = qs[0].shape[1]
+    + own = qs[0].shape[1]
+    + ranks.all_gather(keys, dim=1), ranks.all_gather(values, dim=1)
+
+    a_tuple_of_ranks: The result is a list with an entry for each rank.
+    - return outs
+    + return tuple(outs)
+    """,
+)
+
+
+@answers.alternative("20.3")
+def by_log_sum_exp_and_a_sum(qs, keys, values, context_lens, softmax_scale, ranks):
+    """What vLLM does: all-gather of lse, reduce-scatter of the weighted results."""
+    size, lses, results = ranks.size, [], []
+    for rank, q in enumerate(ranks.all_gather(qs, dim=1)):
+        own = (context_lens - rank + size - 1) // size
+        is_padding = torch.arange(keys[rank].shape[1])[None] >= own[:, None]
+        scores = torch.einsum("bhd,bcd->bhc", q, keys[rank]) * softmax_scale
+        scores[is_padding[:, None].expand_as(scores)] = -math.inf
+        lse = scores.logsumexp(-1)
+        p = torch.where(is_padding[:, None], 0.0, (scores - lse[..., None]).exp())
+        v = torch.where(is_padding[..., None], 0.0, values[rank])
+        lses.append(lse)
+        results.append(torch.einsum("bhc,bcd->hbd", p.nan_to_num(), v))
+    total = [part.logsumexp(0) for part in ranks.all_gather([lse[None] for lse in lses], dim=0)]
+    shares = [(lse - whole).exp().T[..., None] for lse, whole in zip(lses, total)]
+    sums = ranks.reduce_scatter([out * share for out, share in zip(results, shares)])
+    return [out.transpose(0, 1) for out in sums]
+
+
+@answers.alternative("20.3")
+def sequence_by_sequence(qs, keys, values, context_lens, softmax_scale, ranks):
+    """One sequence after another, with lesson 8's Partial, and pieces sent to their rank."""
+    size, heads = ranks.size, qs[0].shape[1]
+    everyone = ranks.all_gather(qs, dim=1)
+    sent = []
+    for rank in range(size):
+        rows = []
+        for b, length in enumerate(context_lens.tolist()):
+            count = len(range(rank, length, size))
+            scores = everyone[rank][b] @ keys[rank][b, :count].T * softmax_scale
+            m, l, acc = from_scores(scores, values[rank][b, :count])
+            rows.append(torch.cat([acc, m[:, None], l[:, None]], -1))
+        whole = torch.stack(rows)
+        sent.append([whole[:, to * heads : (to + 1) * heads] for to in range(size)])
+    outs = []
+    for pieces in ranks.all_to_all(sent):
+        parts = [Partial(piece[..., -2], piece[..., -1], piece[..., :-2]) for piece in pieces]
+        outs.append(finish(reduce(merge, parts))[0])
+    return outs

@@ -718,3 +718,267 @@ def each_size_alone(implementation):
 def all_at_once(implementation):
     """Two settings, each with everything in it."""
     by_an_oracle(implementation, [(45, 3, 5, 53, 53, 3), (40, 2, 4, 37, 21, 2)])
+
+
+# ---------------------------------------------------------------- 23.4 dispatch and combine
+
+answers.slips(
+    "23.4",
+    """
+    a_row_for_each_expert: A token with two experts on a rank went there twice, and both rows got the
+        sum of both experts. Send it once: .any(-1) over its k choices.
+    - (owner == other).any(-1).nonzero()[:, 0]
+    + (owner == other).nonzero()[:, 0]
+
+    first_choice_only: A token goes to the ranks of all of its experts, not of its first choice.
+    - (owner == other).any(-1)
+    + (owner[:, 0] == other)
+
+    last_choice_forgotten: All k choices of a token count, the last one, too.
+    - (owner == other).any(-1)
+    + (owner[:, : max(1, owner.shape[1] - 1)] == other).any(-1)
+
+    all_experts_there: A token goes to a rank that has any of its experts, not all of them.
+    - (owner == other).any(-1)
+    + (owner == other).all(-1)
+
+    all_rows_to_all_ranks: Every row travels to every rank. Send it to the ranks of its experts
+        only.
+    - (owner == other).any(-1).nonzero()[:, 0]
+    + torch.arange(len(owner))
+
+    not_to_itself: A token's own rank may have some of its experts, too.
+    - (owner == other).any(-1)
+    + ((owner == other).any(-1) & (rank != other))
+
+    experts_dealt_like_cards: Rank 0 holds the first E / size experts, and so on. You deal them out
+        one by one.
+    - chosen[rank] // per_rank
+    + chosen[rank] % ranks.size
+    - rank * per_rank + local
+    + local * ranks.size + rank
+
+    numbers_not_local: A rank's first expert has the number rank · E / size.
+    - number == rank * per_rank + local
+    + number == local
+
+    one_expert_too_far: The experts of a rank begin at rank · E / size.
+    - rank * per_rank + local
+    + rank * per_rank + local + 1
+
+    modulo_alone: Expert 5 is no expert of a rank with 2 and 3, although 5 % 2 is 1. Leave out those
+        of other ranks.
+    - number == rank * per_rank + local
+    + number % per_rank == local
+
+    the_first_expert_there: All of a token's experts on a rank count, not the first alone.
+    - total.index_add_(0, token, answer * share[token, place, None])
+    + empty = (total[token] == 0).all(-1, keepdim=True)
+    + total.index_add_(0, token, empty * answer * share[token, place, None])
+
+    the_last_expert_there: A token's experts on a rank are summed. You store the last one.
+    - total.index_add_(0, token, answer * share[token, place, None])
+    + total[token] = answer * share[token, place, None]
+
+    no_weights: The router's weights are missing.
+    - answer * share[token, place, None]
+    + answer
+
+    weighted_twice: The router's weight counts once.
+    - answer * share[token, place, None]
+    + answer * share[token, place, None] ** 2
+
+    weight_of_the_first_choice: Each expert has a weight of its own: share[token, place].
+    - share[token, place, None]
+    + share[token, 0, None]
+
+    weights_normed_on_each_rank: The weights are what the router gave. Do not divide them by the sum
+        of those that are on one rank.
+    - answer * share[token, place, None]
+    + answer * (share / (share * (number // per_rank == rank)).sum(-1, True))[token, place, None]
+
+    softmax_again: The weights are what the router gave. There is no softmax here.
+    - answer * share[token, place, None]
+    + answer * share.softmax(-1)[token, place, None]
+
+    weights_in_another_order: A token's weights travel with it: weights[token] beside x[token].
+    - weights[rank][token] for token in to_each
+    + weights[rank][: len(token)] for token in to_each
+
+    weights_of_sorted_experts: If you sort the experts of a token, sort its weights alike.
+    - chosen[rank][token] for token in to_each
+    + chosen[rank][token].sort(-1).values for token in to_each
+
+    rows_in_another_order: The rows are those of the tokens that are sent: x[token].
+    - x[rank][token] for token in to_each
+    + x[rank][: len(token)] for token in to_each
+
+    sums_not_sent_back: The sums stay on the experts' ranks: a second exchange brings them back.
+    - sums = ranks.all_to_all(sums)
+
+    stored_over_each_other: A token has a row of each rank: add them up. You store the last one.
+    - out[token] += total
+    + out[token] = total
+
+    sums_in_the_order_of_arrival: Row i that comes back belongs to the i-th token that was sent
+        there, not to token i.
+    - out[token] += total
+    + out[: len(total)] += total
+
+    sums_of_rank_0_alone: A token's sums come from several ranks: add up all of them.
+    - zip(tokens[rank], sums[rank])
+    + zip(tokens[rank][:1], sums[rank][:1])
+
+    ranks_swapped: sums[rank][b] is what came from rank b, for the tokens that were sent to b.
+    - zip(tokens[rank], sums[rank])
+    + [(token, sums[rank][-1 - at]) for at, token in enumerate(tokens[rank])
+    +     if len(token) == len(sums[rank][-1 - at])]
+
+    mean_over_the_ranks: The rows of a token are added up, not averaged.
+    - out[token] += total
+    + out[token] += total / ranks.size
+
+    summed_over_the_ranks: Here each rank has tokens of its own, so their results must not be
+        summed.
+    - return outs
+    + return ranks.all_reduce(outs)
+
+    wide_sums: A sum has H numbers. You send each expert's answer back beside it.
+    - sums = ranks.all_to_all(sums)
+    + sums = [[torch.cat([part] * 2, -1) for part in own] for own in sums]
+    + sums = ranks.all_to_all(sums)
+    + sums = [[part[:, : part.shape[1] // 2] for part in own] for own in sums]
+
+    weights_not_sent: A rank knows the weights of its own tokens only. They must travel beside the
+        rows.
+    - map(ranks.all_to_all, (rows, numbers, shares))
+    + ranks.all_to_all(rows), ranks.all_to_all(numbers), [*zip(*shares)]
+
+    read_from_the_list: Rows of another rank must come through `ranks.all_to_all`.
+    - map(ranks.all_to_all, (rows, numbers, shares))
+    + [*zip(*rows)], ranks.all_to_all(numbers), ranks.all_to_all(shares)
+
+    rank_0_runs_all_experts: An expert runs on the rank that holds it. Rank 0 reads the others'
+        matrices.
+    - owner = chosen[rank] // per_rank
+    + owner = torch.zeros_like(chosen[rank])
+    - for local in range(per_rank):
+    + for local in range(per_rank * ranks.size):
+    - experts[rank][local].T
+    + torch.cat(list(experts))[local].T
+
+    each_rank_asks_its_own_experts: Each rank used its own experts. An expert of another rank has
+        other weights.
+    - owner = chosen[rank] // per_rank
+    + owner = torch.full_like(chosen[rank], rank)
+    - number == rank * per_rank + local
+    + number % per_rank == local
+
+    transposed: An expert is row @ matrix.T.
+    - experts[rank][local].T
+    + experts[rank][local]
+    """,
+)
+
+
+@answers.wrong(
+    "23.4", "Two experts on one rank need one row there: yours travels once for each expert."
+)
+def once_for_each_expert(x, weights, chosen, experts, ranks):
+    """As 23.2 does it: right, and more rows than needed."""
+    held, size = len(experts[0]), ranks.size
+    pairs = [[torch.where(own.flatten() // held == r)[0] for r in range(size)] for own in chosen]
+    top_k = chosen[0].shape[1]
+    rows = ranks.all_to_all([[own[p // top_k] for p in to] for own, to in zip(x, pairs)])
+    ids = ranks.all_to_all([[own.flatten()[p] for p in to] for own, to in zip(chosen, pairs)])
+    answers = [
+        [
+            torch.stack(
+                [row @ experts[rank][int(e) - rank * held].T for row, e in zip(part, which)]
+            )
+            if len(part)
+            else part
+            for part, which in zip(rows[rank], ids[rank])
+        ]
+        for rank in range(size)
+    ]
+    outs = []
+    for own, share, to, back in zip(x, weights, pairs, ranks.all_to_all(answers)):
+        out = torch.zeros_like(own)
+        for pair, answer in zip(to, back):
+            out.index_add_(0, pair // top_k, answer * share.flatten()[pair, None])
+        outs.append(out)
+    return outs
+
+
+@answers.wrong(
+    "23.4", "Your collectives carry nothing: a rank has its own tokens and experts alone."
+)
+def spread_beside_empty_messages(x, weights, chosen, experts, ranks):
+    """All in one loop, with every rank's entries at hand."""
+    ranks.all_to_all([[x[0][:0]] * ranks.size for _ in x])
+    matrices = torch.cat(list(experts))
+    return [
+        torch.einsum("tkoh,th,tk->to", matrices[ids], own, share)
+        for own, share, ids in zip(x, weights, chosen)
+    ]
+
+
+@answers.alternative("23.4")
+def weights_as_a_matrix(x, weights, chosen, experts, ranks):
+    """A message of a row and its weights for each expert of the receiver, 0 for those that were not
+    chosen; where a rank has more than 2 k experts, numbers and weights.
+    """
+    held, size = len(experts[0]), ranks.size
+    top_k, hidden = chosen[0].shape[1], x[0].shape[1]
+    if held > 2 * top_k:
+        return one_message(x, weights, chosen, experts, ranks)
+    sent, orders = [], []
+    for own, share, ids in zip(x, weights, chosen):
+        dense = torch.zeros(len(own), held * size).scatter(1, ids, share)
+        wanted = torch.zeros_like(dense).scatter(1, ids, 1.0).view(len(own), size, held).any(-1)
+        orders.append([wanted[:, rank].nonzero().flatten() for rank in range(size)])
+        parts = dense.split(held, dim=1)
+        sent.append([torch.cat([own, part], 1)[o] for part, o in zip(parts, orders[-1])])
+    back = []
+    for got, own in zip(ranks.all_to_all(sent), experts):
+        back.append([torch.einsum("th,eoh,te->to", m[:, :hidden], own, m[:, hidden:]) for m in got])
+    outs = [torch.zeros_like(own) for own in x]
+    for out, order, sums in zip(outs, orders, ranks.all_to_all(back)):
+        for tokens, rows in zip(order, sums):
+            out.index_add_(0, tokens, rows)
+    return outs
+
+
+@answers.alternative("23.4")
+def one_message(x, weights, chosen, experts, ranks):
+    """Row, experts and weights in one message of floats; token by token."""
+    held, size = len(experts[0]), ranks.size
+    top_k, hidden = chosen[0].shape[1], x[0].shape[1]
+    lists = [
+        [
+            [t for t, row in enumerate(ids.tolist()) if any(e // held == r for e in row)]
+            for r in range(size)
+        ]
+        for ids in chosen
+    ]
+    whole = [torch.cat([a, b.float(), c], 1) for a, b, c in zip(x, chosen, weights)]
+    got = ranks.all_to_all([[own[t] for t in to] for own, to in zip(whole, lists)])
+    back = []
+    for rank, messages in enumerate(got):
+        back.append([])
+        for message in messages:
+            sums = torch.zeros(len(message), hidden)
+            for at, (row, ids, share) in enumerate(
+                zip(*message.split([hidden, top_k, top_k], dim=1))
+            ):
+                for expert, weight in zip(ids.tolist(), share):
+                    if int(expert) // held == rank:
+                        sums[at] += weight * (experts[rank][int(expert) % held] @ row)
+            back[-1].append(sums)
+    outs = [torch.zeros_like(own) for own in x]
+    for out, to, sums in zip(outs, lists, ranks.all_to_all(back)):
+        for tokens, rows in zip(to, sums):
+            for token, row in zip(tokens, rows):
+                out[token] += row
+    return outs

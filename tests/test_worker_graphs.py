@@ -1,0 +1,159 @@
+"""Captured decode steps of workers: processes that replay simulated graphs, with the sums of their
+shards inside and the messages of their stages outside, give the tokens of one process.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lessons.l02_naive_attention.naive import generate as alone
+from lessons.l07_kernel_fusion.fused_decoder import fused
+from lessons.l11_cuda_graphs.simulator import SimulatedGraphs
+from lessons.l12_paged_kv.optimized import LESSON_12
+from lessons.l20_parallelism.optimized import shard
+from lessons.l20_parallelism.processes.group import Group
+from lessons.l20_parallelism.processes.launch import RankError, run_ranks
+from lessons.l20_parallelism.processes.mesh import Mesh, new_links
+from lessons.toolbox.measure.device import has_triton
+from reference.parallel.stage_graphs import StageGraphs
+from reference.parallel.worker import StageRunner
+from tests.engine_cases import new_model
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
+LIBRARY = torch.library.Library("worker_graphs", "DEF")
+LIBRARY.define("all_reduce(Tensor(a!) x, int group) -> Tensor(a!)")
+HANDLES = {}  # of groups, by their first member
+
+
+def summed(x, group: int):
+    dist.all_reduce(x, group=HANDLES[group])
+    return x
+
+
+LIBRARY.impl("all_reduce", summed, "CompositeExplicitAutograd")
+
+
+class RecordedGroup(Group):
+    """Sums are operations that the simulator records, as NCCL's are kernels that a graph holds."""
+
+    can_be_captured = True
+
+    def all_reduce(self, x):
+        if self.size == 1:
+            return x
+        HANDLES[self.members[0]] = self.handle
+        return torch.ops.worker_graphs.all_reduce(x.contiguous(), self.members[0])
+
+
+class OutsideGroup(RecordedGroup):
+    """A slip: the sums are made while the step is captured, and never again."""
+
+    def all_reduce(self, x):
+        if self.size > 1:
+            with torch.utils._python_dispatch._disable_current_modes():
+                dist.all_reduce(x, group=self.handle)
+        return x
+
+
+class OtherBuffer(StageGraphs):
+    """A slip: what the stage before sends is received into memory that no graph reads."""
+
+    def __call__(self, chunks, *arguments):
+        if self.given is not None:
+            kept, self.given = self.given, torch.empty_like(self.given)
+            try:
+                return super().__call__(chunks, *arguments)
+            finally:
+                self.given = kept
+        return super().__call__(chunks, *arguments)
+
+
+class Noted(StageGraphs):
+    """Counts the tokens of replayed steps."""
+
+    def __call__(self, chunks, *arguments):
+        self.replays = [*getattr(self, "replays", []), len(chunks)]
+        return super().__call__(chunks, *arguments)
+
+
+def generated(world, sizes, prompts, limits, group=RecordedGroup, graphs=Noted):
+    """What a rank does: (the tokens of each prompt, how many sequences each replay had)."""
+    links = new_links(Mesh(*sizes))
+    links.tensor = group(links.tensor.members, links.tensor.rank, links.tensor.handle)
+    runner = StageRunner(links, fused(shard(new_model(), links)), 30, 4, 24)
+    for slots in runner.pool.tensors:
+        slots.fill_(torch.nan)  # no row may be read that was not written
+    runner.pool.ops = LESSON_12
+    what = runner.model, runner.pool, SimulatedGraphs(1), [1, 3], 24
+    runner.captured = graphs(links, *what)
+    tables = [list(range(6 * row, 6 * row + 6)) for row in range(len(prompts))]
+    held, new = [0] * len(prompts), [list(prompt) for prompt in prompts]
+    outputs = [[] for _ in prompts]
+    while here := [row for row, limit in enumerate(limits) if len(outputs[row]) < limit]:
+        chunks = [(new[row], held[row]) for row in here]
+        hidden = runner.run(chunks, [tables[row] for row in here])
+        tokens = torch.zeros(len(here), dtype=torch.int64)
+        if links.is_last_stage:
+            ends = torch.tensor([len(new[row]) for row in here]).cumsum(0) - 1
+            tokens = torch.tensor(runner.likeliest(hidden, ends.tolist()))
+        dist.broadcast(tokens, world.size - 1)
+        for row, token in zip(here, tokens.tolist()):
+            held[row] += len(new[row])
+            new[row] = [token]
+            outputs[row].append(token)
+    if links.is_last_stage and links.tensor.size > 1:  # three numbers a row, and no logits
+        assert links.tensor.wire.bytes["all_gather"] == 12 * sum(limits)
+    assert runner.pool.k_slots[:, -1].isnan().all(), "a row of padding was written"
+    return outputs, getattr(runner.captured, "replays", None)
+
+
+def asked():
+    prompts = [random.choices(range(60), k=k) for k in (3, 9, 5)]
+    return prompts, [5, 2, 6]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=["shards", "stages", "both"])
+@pytest.mark.sample(1, of="captured workers")
+def test_replayed_parts_give_the_tokens_of_one_process(sizes, seed):
+    prompts, limits = asked()
+    want = alone(new_model(), prompts, limits)
+    for outputs, replays in run_ranks(sizes[0] * sizes[1], generated, sizes, prompts, limits):
+        assert outputs == want
+        assert replays == [3, 2, 2, 2, 1], "the prompts run eagerly, all other steps are replayed"
+
+
+@pytest.mark.parametrize(
+    "sizes, slip",
+    [((2, 1), dict(group=OutsideGroup)), ((1, 2), dict(graphs=OtherBuffer))],
+    ids=["sums outside", "another buffer"],
+)
+@pytest.mark.sample(1, of="captured workers")
+def test_a_slip_is_seen(sizes, slip, seed):
+    prompts, limits = asked()
+    want = alone(new_model(), prompts, limits)
+    try:
+        ranks = run_ranks(2, with_slip, sizes, prompts, limits, slip)
+    except RankError as error:
+        assert "not finite" in str(error), error
+        return
+    assert any(outputs != want for outputs, _ in ranks)
+
+
+def with_slip(world, sizes, prompts, limits, slip):
+    return generated(world, sizes, prompts, limits, **slip)
+
+
+def refused(world):
+    links = new_links(Mesh(2))
+    try:
+        StageGraphs(links, None, None, None, [1], 24)
+    except ValueError as error:
+        return str(error)
+
+
+def test_sums_that_run_on_a_cpu_are_refused_by_name():
+    for said in run_ranks(2, refused):
+        assert said.startswith("backend: got 'gloo'; accepted: nccl in captured steps")
+    assert Group.alone().can_be_captured
