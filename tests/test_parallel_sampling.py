@@ -219,6 +219,8 @@ def test_random_histories_with_drafts_verified_elsewhere(request):
         engine.runner.__class__ = VirtualDrafted
         engine.emit = Noted(engine.runner, engine.speculation)
         history.run()
+        if (part := engine.runner.part) is not None:
+            assert part.sequences.keys() == engine.emit.known.keys()
 
     check()
     print(ways)

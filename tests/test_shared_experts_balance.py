@@ -13,6 +13,7 @@ from reference.engine.engine_args import EngineArgs
 from reference.engine.expert_arguments import EPLBConfig
 from reference.parallel import lockstep
 from reference.parallel.balance import Balance, first_placements, read_experts
+from tests.composition_cases import ARGUMENTS, WEIGHTS, check
 from tests.parallel_cases import answers, parallel_engine, requests, serve, write_checkpoint
 from tests.parallel_cases import whole_engine as one_process
 from tests.test_shared_experts import shared_args
@@ -159,3 +160,22 @@ def test_copies_have_to_fill_the_ranks(tmp_path):
     model = write_checkpoint(tmp_path, "mixtral", 0)
     with pytest.raises(ValueError, match="replicas whose 2 ranks divide 4 experts and 1 copies"):
         parallel_engine(balanced_args(model, copies=1))
+
+
+# ---------------------------------------------------------------- beside other features
+
+TOGETHER = [
+    *("LoRA", "structured", "n > 1", "draft", "parallel draft", "suffix", "async", "swap"),
+    *("int8", "FP8", "MXFP4", "GPTQ", "AWQ", "int4 KV", "prefix cache", "chunked prefill"),
+]
+
+
+@pytest.mark.parametrize("feature", TOGETHER)
+@pytest.mark.sample(2, of="shared experts with others")
+def test_a_feature_beside_shared_experts(feature, monkeypatch):
+    """As tests/test_composition.py has it for replicas alone, with experts that move if they can."""
+    arguments = ARGUMENTS["data parallel"] | dict(enable_expert_parallel=True)
+    if feature not in WEIGHTS:
+        arguments |= dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=2, **OFTEN))
+    monkeypatch.setitem(ARGUMENTS, "data parallel", arguments)
+    check(frozenset({"MoE", "data parallel", feature}))

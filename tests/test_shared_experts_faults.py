@@ -19,13 +19,12 @@ from lessons.l20_parallelism.lab.testing import random_model
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import RankError, run_ranks
 from lessons.l20_parallelism.processes.mesh import Mesh, new_links, share_experts
-from lessons.l23_experts.ranks import experts as ranks
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import AsyncLLMEngine
 from reference.engine.async_engine import EngineDeadError
 from reference.parallel import engine as parallel
-from reference.parallel import processes
+from reference.parallel import experts, processes
 from reference.parallel.experts import FORMS, SharedExperts
 from reference.parallel.lockstep import LockstepEngine
 from tests.parallel_cases import (
@@ -212,7 +211,7 @@ class Unordered(Group):
 
 
 SLIPS = {
-    "owner": lambda: mock.patch.object(ranks, "own_experts", neighbours_experts),
+    "owner": lambda: mock.patch.object(experts, "own_experts", neighbours_experts),
     "shard": lambda: mock.patch(f"{__name__}.tensor_group", OtherShard),
     "order": lambda: mock.patch(f"{__name__}.tensor_group", unordered),
 }

@@ -94,9 +94,10 @@ class EngineArgs:
     keeps, None: max_loras.
 
     tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each
-    in a process (and on a GPU) of its own. data_parallel_size: replicas of all of these, which
-    share the requests. enable_expert_parallel: a shard has some experts whole instead of a strip of
-    each; with replicas all of them share the experts, and all2all_backend says how rows travel.
+    in a process (and on a GPU) of its own; as many batches as stages are in flight.
+    data_parallel_size: replicas of all of these, which share the requests.
+    enable_expert_parallel: a shard has some experts whole instead of a strip of each; with replicas
+    all of them share the experts, and all2all_backend says how rows travel.
     enable_eplb: such experts are placed by their loads, with copies of busy ones, as eplb_config
     says, a dict of vLLM's keys: reference.engine.expert_arguments.
     distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp"

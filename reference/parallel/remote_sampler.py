@@ -60,7 +60,7 @@ class RemoteSampler:
         gone = [id for id, (sequence, _) in self.known.items() if sequence.finished]
         for id in gone:
             del self.known[id]
-        if likeliest or told or not fetched:
+        if likeliest or told or gone or not fetched:
             wanted = Wanted(likeliest, told, gone)
             sampling.reply = self.runner.ask_of(hidden, "sample", wanted)
         if fetched:
@@ -81,7 +81,7 @@ class RemoteSampler:
         new = sequence.output[count:]
         self.known[sequence.row] = sequence, len(sequence.output)
         if sequence.constraint is not None:
-            found = [sequence.constraint.row(drafted[:count]) for count in range(len(rows))]
+            found = [sequence.constraint.row(drafted[:ahead]) for ahead in range(len(rows))]
             masks = [each and (each.mask.numpy(), each.must_end) for each in found]
         return Told(sequence.row, rows, new, drafted, who, masks)
 

@@ -62,7 +62,7 @@ def new_router(service: Service) -> APIRouter:
             )
         if service.args.engine.has_workers:
             raise refused(
-                "model", name, "one in the server's own process, because workers give logits only"
+                "model", name, "one in the server's own process, because workers give tokens only"
             )
         keep = body.truncate_prompt_tokens
         special = body.add_special_tokens

@@ -1,6 +1,6 @@
 """The film of the front page (make film): record the run again, and draw it.
 
-python -m reference.trace.film          writes film.svg, film_dark.svg, a still of each, and run.json
+python -m reference.trace.film          writes both films, a still of each, and run.json
 """
 
 import sys
