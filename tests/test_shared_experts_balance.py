@@ -173,7 +173,7 @@ TOGETHER = [
 @pytest.mark.parametrize("feature", TOGETHER)
 @pytest.mark.sample(2, of="shared experts with others")
 def test_a_feature_beside_shared_experts(feature, monkeypatch):
-    """As tests/test_composition.py has it for replicas alone, with experts that move if they can."""
+    """As tests/test_composition.py has it for replicas alone. Experts move if they can."""
     arguments = ARGUMENTS["data parallel"] | dict(enable_expert_parallel=True)
     if feature not in WEIGHTS:
         arguments |= dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=2, **OFTEN))

@@ -11,8 +11,13 @@ from reference.engine.async_engine import AsyncEngineArgs
 from reference.engine.engine_args import BACKENDS, CHOICES, SPECULATIVE
 from reference.weights.quantization import METHODS
 
-JSON_FLAGS = """speculative_config kv_transfer_config kv_events_config eplb_config
-    attention_config"""
+JSON_FLAGS = (
+    "speculative_config",
+    "kv_transfer_config",
+    "kv_events_config",
+    "attention_config",
+    "eplb_config",
+)
 HELP = {
     "tokenizer": "folder or hub name (default: the model's)",
     "dtype": "of weights and activations (default: auto, the checkpoint's)",
@@ -96,7 +101,7 @@ def reading_of(field: Field) -> dict[str, Any]:
     kind = str(field.type).removeprefix("<class '")
     if kind.startswith("bool"):
         return {"action": argparse.BooleanOptionalAction}
-    if field.name in JSON_FLAGS.split():
+    if field.name in JSON_FLAGS:
         return {"type": as_json}
     numbers = (number for number in (int, float) if kind.startswith(number.__name__))
     return {"type": next(numbers, str)}

@@ -101,8 +101,8 @@ REFUSED = {
         "an engine keeps its number of processes": "enable_elastic_ep elastic_ep_max_dp_size",
         "tensor parallelism here is that of lesson 20": "enable_hc_sp "
         "enable_batch_sharded_sampling fully_sharded_loras",
-        "replicas step on their own, or all in each step": "dp_sync_interval prefill_schedule_interval "
-        "enable_nccl_comm_suspend",
+        "replicas step on their own, or all in each step": "dp_sync_interval "
+        "prefill_schedule_interval enable_nccl_comm_suspend",
         "all weights are on the device": "cpu_offload_gb cpu_offload_params offload_backend "
         "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
         "blocks are offloaded in one way": "kv_offloading_backend",
