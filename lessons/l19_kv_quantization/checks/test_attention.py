@@ -29,7 +29,7 @@ from lessons.l19_kv_quantization.activations.attention.optimized import fp8_pref
 from lessons.l19_kv_quantization.lab import products as counted
 from lessons.l19_kv_quantization.lab.testing import coded, skip_where
 from lessons.l19_kv_quantization.naive import dequantized_attention
-from lessons.l19_kv_quantization.optimized import has_e4m3
+from lessons.l19_kv_quantization.optimized import writes_e4m3
 from lessons.toolbox.proof.numerics import (
     NotEquivalent,
     assert_close_to_oracle,
@@ -43,7 +43,8 @@ HEADS = (4, 2, 32, 32)
 
 @pytest.fixture(autouse=True)
 def on_a_chip_with_e4m3():
-    skip_where("fp8", has_e4m3)
+    """sm_89 cuts q and p to float16 before it rounds them, so more codes differ there."""
+    skip_where("fp8", writes_e4m3)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])

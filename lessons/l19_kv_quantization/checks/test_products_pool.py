@@ -20,7 +20,7 @@ from lessons.l19_kv_quantization.activations.attention.pool import (
     products_rung_of,
 )
 from lessons.l19_kv_quantization.lab.testing import skip_where
-from lessons.l19_kv_quantization.optimized import has_e4m3
+from lessons.l19_kv_quantization.optimized import writes_e4m3
 from lessons.l19_kv_quantization.runner import quantized_runner
 from lessons.toolbox.proof.numerics import assert_same_bits
 from lessons.toolbox.proof.planted import with_bug
@@ -28,7 +28,7 @@ from lessons.toolbox.proof.planted import with_bug
 
 @pytest.fixture(autouse=True)
 def on_a_chip_with_e4m3():
-    skip_where("fp8", has_e4m3)
+    skip_where("fp8", writes_e4m3)
 
 
 def by_products(q, k, v, softmax_scale=None, causal=True, window=None):
