@@ -6,8 +6,8 @@
 
 `ko/notebooks/04_positions.md` has the text cells of `notebooks/04_positions.ipynb`. Each begins
 with a comment that holds the hash of the English cell that it was made from, so a cell that has
-changed since stays English. Exercises are not in it: their statements come from the lesson's README in
-Korean. Links are written as in the English cell.
+changed since stays English. Exercises are not in it: their statements come from the lesson's
+README in Korean. Links are written as in the English cell.
 """
 
 import copy
