@@ -16,7 +16,7 @@ WITHOUT_EFFECT = {
     "LLM.enqueue": {"nothing runs yet, so there is no bar": "use_tqdm"},
     "LLM": {"an answer of LLM does not name its model": "served_model_name"},
     "engine": {
-        ONE_KERNEL: "attention_backend attention_config moe_backend linear_backend kernel_config "
+        ONE_KERNEL: "attention_backend moe_backend linear_backend kernel_config "
         "sparse_indexer_topk_backend dcp_comm_backend mamba_backend "
         "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend "
         "ir_op_priority enable_flashinfer_autotune mm_encoder_attn_backend",
