@@ -66,6 +66,16 @@ FAMILIES = {
     "llama": SHAPE | dict(model_type="llama", tie_word_embeddings=True),
     "mixtral": SHAPE | EXPERTS | dict(model_type="mixtral"),
     "deepseek_v3": SHAPE | LATENTS | dict(model_type="deepseek_v3"),
+    "gpt_oss": SHAPE
+    | dict(
+        model_type="gpt_oss",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["full_attention"] * 3,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
     "qwen2_moe": SHAPE
     | dict(
         model_type="qwen2_moe",
@@ -112,7 +122,7 @@ def small_args(model: str, **changes) -> EngineArgs:
 
 def whole_engine(args: EngineArgs) -> Engine:
     """The model in this process, whatever the arguments say of others."""
-    return engine_over(load_model(args.model, "cpu", "float32"), None, args)
+    return engine_over(load_model(args.model, "cpu", "float32", args.quantization), None, args)
 
 
 parallel_engine = partial(engine_over_parts, None)

@@ -12,7 +12,7 @@ import torch
 
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.planner.models import find_model
-from lessons.l20_parallelism.lab import cuts, experiments, price
+from lessons.l20_parallelism.lab import cuts, experiments, price, small_sums
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
 from lessons.l20_parallelism.planner import context as sharing
 from lessons.l20_parallelism.planner.links import (
@@ -64,6 +64,16 @@ def test_the_record_has_the_bytes_of_the_formula():
     width = heads * config.head_dim + 3 * config.intermediate_size
     weights = config.hidden_size * (config.num_hidden_layers * width + 2 * config.vocab_size)
     assert f"a random model of {weights / 1e6:.0f} million weights" in README
+
+
+def test_the_record_of_small_sums_is_the_command_s():
+    """Its sizes and its ways; one shot beats gloo at each, so the text may say so."""
+    record = json.loads((ROOT / "results/cpu/l20_small_sums.json").read_text(encoding="utf-8"))
+    sums = record["series"]["sums"]
+    assert list(sums) == [str(size) for size in small_sums.SIZES]
+    assert all(found["one_shot_fastest_s"] < found["gloo_fastest_s"] for found in sums.values())
+    assert f"fastest of {record['repeats']} rounds" in README
+    assert small_sums.main(["--repeats", "0"]) == 2
 
 
 def test_a_measurement_that_cannot_be_is_refused_in_one_line(capsys):

@@ -173,6 +173,7 @@ def test_the_argument_and_the_checkpoint():
     check_stored(None, "gptq")
     check_stored("gptq_marlin", "gptq")
     check_stored("gguf", "gguf")
+    check_stored("inc", "auto-round")
     for given in ("awq", "int4", "fp8"):
         with pytest.raises(ValueError, match=r"quantization: got .*; accepted: None or 'gptq'"):
             check_stored(given, "gptq")

@@ -3,24 +3,31 @@ cannot be shared is refused.
 """
 
 import asyncio
+import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from lessons.l02_naive_attention.decoder import MLP
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links, Mesh
 from lessons.l20_parallelism.shards.loading import load_sharded
+from lessons.l23_experts.grouped import stacked
 from lessons.toolbox.model.checkpoint import load_config
 from reference import LLM, AsyncLLMEngine, BeamSearchParams, SamplingParams
 from reference.engine.engine_args import CHOICES, EngineArgs
 from reference.features.structured import StructuredOutputsParams
 from reference.parallel import lockstep
 from reference.parallel.experts import FORMS
+from reference.parallel.looped import LoopedExperts
 from reference.server.metrics import EngineCollector
+from tests.engine_cases import CONFIG as SMALL_CONFIG
 from tests.parallel_cases import (
     answers,
     assert_all_gone,
@@ -46,6 +53,8 @@ CASES = [
     ("deepseek_v3", (1, 2, 2), {}),
     ("deepseek_v3", (1, 1, 4), dict(speculative_config=NGRAM)),
     ("deepseek_v3", (2, 1, 2), dict(async_scheduling=True)),
+    ("gpt_oss", (2, 1, 2), {}),
+    ("mixtral", (2, 1, 2), dict(quantization="int8")),
     *(("qwen2_moe", (1, 1, 2), dict(all2all_backend=name)) for name in FORMS),
 ]
 
@@ -66,7 +75,8 @@ def test_tokens_are_those_of_one_process(family, sizes, how, tmp_path, seed):
     """With chunks of prompts beside decoding, preemption, a prefix cache, forks, scores, and a
     client that gives up; then one request, while the other replicas have none.
     """
-    model = write_checkpoint(tmp_path, family, seed)
+    wide = dict(hidden_size=64, intermediate_size=64) if "quantization" in how else {}
+    model = write_checkpoint(tmp_path, family, seed, **wide)
     args = shared_args(model, *sizes, **how)
     asked, alone = requests(seed), whole_engine(args)
     want, later = serve(alone, asked), serve(alone, asked[:1])
@@ -236,6 +246,21 @@ def test_each_expert_is_on_one_rank_and_whole(family, mesh, tmp_path, seed):
     assert found.keys() == {name for name in whole.state_dict() if ".experts." in name}
 
 
+@pytest.mark.parametrize("chosen", [[[0, 2], [1, 0]], [[-1, 5], [2, 2]], []], ids=str)
+def test_experts_in_a_loop_are_those_of_the_stack(chosen, seed):
+    """Also for experts that are elsewhere, and for no token."""
+    chosen = torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2)
+    config = replace(SMALL_CONFIG, hidden_size=16)
+    mlps = nn.ModuleList(MLP(config, 12).double() for _ in range(3)).requires_grad_(False)
+    x = torch.randn(len(chosen), 16, dtype=torch.float64)
+    weights = torch.rand(len(chosen), 2, dtype=torch.float64)
+    looped = LoopedExperts(copy.deepcopy(mlps))
+    stack = stacked(mlps)
+    here = ((chosen >= 0) & (chosen < 3)).flatten()  # of the others a stack's rows may be anything
+    assert torch.allclose(looped.rows(x, chosen)[here], stack.rows(x, chosen)[here], atol=1e-12)
+    assert torch.allclose(looped(x, weights, chosen), stack(x, weights, chosen), atol=1e-12)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -246,12 +271,16 @@ def test_every_name_has_a_form():
 @pytest.mark.parametrize(
     "family, how, said",
     [
-        ("mixtral", dict(data_parallel_size=3), "data_parallel_size: got 3; accepted: a number of"),
+        (
+            "mixtral",
+            dict(data_parallel_size=3),
+            "data_parallel_size: got 3; accepted: replicas who",
+        ),
         ("mixtral", dict(distributed_executor_backend="ray"), "got 'ray'; accepted: None or mp"),
-        ("mixtral", dict(quantization="int8"), "quantization: got 'int8'; accepted: no int8 wei"),
+        ("mixtral", dict(quantization="int8", enable_eplb=True), "False for experts that are no"),
+        ("gpt_oss", dict(enable_eplb=True), "enable_eplb: got True; accepted: False for experts"),
         ("qwen2_moe", dict(enable_lora=True), "enable_lora: got True; accepted: False for a model"),
         ("mixtral", dict(all2all_backend="pplx"), "all2all_backend: got 'pplx'; accepted: allgath"),
-        ("gpt_oss", {}, "one whose experts are plain MLPs, unlike gpt_oss's"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(family, how, said, tmp_path, seed, monkeypatch):
@@ -259,18 +288,7 @@ def test_what_cannot_be_shared_is_refused(family, how, said, tmp_path, seed, mon
         raise AssertionError("a worker was started")
 
     monkeypatch.setattr("reference.parallel.engine.new_workers", fails)
-    model = (
-        write_gpt_oss(tmp_path) if family == "gpt_oss" else write_checkpoint(tmp_path, family, 0)
-    )
+    model = write_checkpoint(tmp_path, family, 0)
     with pytest.raises(ValueError) as error:
         parallel_engine(shared_args(model, **how))
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def write_gpt_oss(folder) -> str:
-    from transformers import GptOssConfig
-
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    GptOssConfig(**sizes, **heads, num_local_experts=4).save_pretrained(folder)
-    return str(folder)

@@ -1,5 +1,8 @@
 """enable_eplb: experts that move, and copies of busy ones, change no token."""
 
+from concurrent.futures import Future
+from queue import SimpleQueue
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +16,7 @@ from reference.engine.engine_args import EngineArgs
 from reference.engine.expert_arguments import EPLBConfig
 from reference.parallel import lockstep
 from reference.parallel.balance import Balance, first_placements, read_experts
+from tests.composition_cases import ARGUMENTS, WEIGHTS, check
 from tests.parallel_cases import answers, parallel_engine, requests, serve, write_checkpoint
 from tests.parallel_cases import whole_engine as one_process
 from tests.test_shared_experts import shared_args
@@ -127,6 +131,24 @@ def test_the_last_window_decides(tmp_path):
     assert len(found[2].slots_of[3]) == 3
 
 
+def test_a_round_that_is_put_again_begins_once():
+    """As after Ctrl-C. All workers hear of new placements before any step."""
+    told, rounds, queues = [], SimpleQueue(), [SimpleQueue(), SimpleQueue()]
+    steps, moves = [Future(), Future()], dict(placements={0: "there"}, has_moved=True)
+
+    class Heard:
+        def tell(self, *order):
+            assert all(queue.empty() for queue in queues)
+            told.append(order)
+
+    for item in (*[lockstep.Round(3, steps, {}, **moves)] * 2, None):
+        rounds.put(item)
+    lockstep.begin_rounds(rounds, queues, [Heard(), Heard()])
+    assert told == [("place_experts", {0: "there"})] * 2
+    assert [queue.get() for queue in queues] == steps
+    assert all(queue.empty() for queue in queues)
+
+
 @pytest.mark.parametrize(
     "how, said",
     [
@@ -159,3 +181,22 @@ def test_copies_have_to_fill_the_ranks(tmp_path):
     model = write_checkpoint(tmp_path, "mixtral", 0)
     with pytest.raises(ValueError, match="replicas whose 2 ranks divide 4 experts and 1 copies"):
         parallel_engine(balanced_args(model, copies=1))
+
+
+# ---------------------------------------------------------------- beside other features
+
+TOGETHER = [
+    *("LoRA", "structured", "n > 1", "draft", "parallel draft", "suffix", "async", "swap"),
+    *("int8", "FP8", "MXFP4", "GPTQ", "AWQ", "int4 KV", "prefix cache", "chunked prefill"),
+]
+
+
+@pytest.mark.parametrize("feature", TOGETHER)
+@pytest.mark.sample(2, of="shared experts with others")
+def test_a_feature_beside_shared_experts(feature, monkeypatch):
+    """As tests/test_composition.py has it for replicas alone. Experts move if they can."""
+    arguments = ARGUMENTS["data parallel"] | dict(enable_expert_parallel=True)
+    if feature not in WEIGHTS:
+        arguments |= dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=2, **OFTEN))
+    monkeypatch.setitem(ARGUMENTS, "data parallel", arguments)
+    check(frozenset({"MoE", "data parallel", feature}))

@@ -250,6 +250,37 @@ def test_schemes_that_it_does_not_have_are_one_line(activations, said, tmp_path)
     assert "\n" not in str(error.value)
 
 
+def test_schemes_may_have_formats_of_their_own(tmp_path):
+    """ "mixed-precision": attention in FP8 with FP8 inputs, MLPs in 4 bits with inputs of 16."""
+    torch.manual_seed(0)
+    four = stored(tmp_path / "4", "int4", None)
+    torch.manual_seed(0)
+    eight = stored(tmp_path / "8", "fp8", FLOAT | TOKENS)
+    tensors = load_file(four / "model.safetensors")
+    tensors = {name: x for name, x in tensors.items() if "self_attn" not in name}
+    others = load_file(eight / "model.safetensors")
+    tensors |= {name: x for name, x in others.items() if "self_attn" in name}
+    save_file(tensors, four / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((four / "config.json").read_text())
+    said = config["quantization_config"]
+    other = json.loads((eight / "config.json").read_text())["quantization_config"]
+    (scheme,), (fp8,) = (x["config_groups"].values() for x in (said, other))
+    said["config_groups"] = {
+        "mlp": scheme | dict(targets=["re:.*mlp.*"]),
+        "attention": fp8 | dict(targets=["re:.*self_attn.*"]),
+    }
+    said["format"] = "mixed-precision"
+    (four / "config.json").write_text(json.dumps(config))
+    model = load_model(four, "cpu")
+    parts = {name: x for name, x in model.named_modules() if isinstance(x, QuantizedLinear)}
+    assert len(parts) == 14
+    assert all(x.rounds_inputs == ("self_attn" in name) for name, x in parts.items())
+    one = load_model(eight, "cpu")
+    for name in ("layers.0.self_attn.q_proj", "layers.1.self_attn.o_proj"):
+        mine, its = (x.get_submodule(name).quantized.dequantize() for x in (model, one))
+        assert torch.equal(mine, its)
+
+
 FP8_FILES = {
     # quantization_config, the scale's name in the file or None, and what the layers do
     "modelopt": (dict(quant_method="modelopt", quant_algo="FP8"), "input_scale", True),
@@ -319,9 +350,12 @@ def test_schemes_are_told_apart_by_their_targets(tmp_path):
     others = {"layers.0.mlp.down_proj": "w8a8_matmul"}
     others |= dict.fromkeys((f"layers.{n}.self_attn.q_proj" for n in (0, 1)), "product")
     assert found == dict.fromkeys(found, "matmul") | others
+    groups["all"]["targets"] = ["re:.*(self_attn|mlp).*"]  # lm_head is numbers, and no target
+    file.write_text(json.dumps(config))
+    assert len(layers(load_model(folder, "cpu"))) == 14
     groups.pop("all")
     file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"k_proj in .* got no target that means this layer"):
+    with pytest.raises(CheckpointError, match="is I32, and no layer that the quantization_config"):
         load_model(folder, "cpu")
 
 
@@ -377,7 +411,7 @@ def test_what_is_written_is_what_is_read(matrix, kind, tmp_path):
         wanted = theirs(tokens[None]).logits[0].float()
     # the library's step of int8 is 1/127.5 of a token's largest value, vLLM's and ours 1/127
     error = float((logits_of(ours, tokens) - wanted).norm() / wanted.norm())
-    assert error < (0.02 if kind == "fp8" else 0.15)
+    assert error < (0.06 if kind == "fp8" else 0.15)
 
 
 @pytest.mark.parametrize("matrix, product", [("int8", "w8a8_matmul"), ("int4", "w4a8_matmul")])

@@ -70,7 +70,9 @@ def own_slices(
 ) -> tuple[slice, ...]:
     """What this rank keeps of a tensor of the whole model. Arguments as in `slices_of`."""
     group = links.tensor
-    if links.experts is not None and ".shared_experts." in name:
+    if links.experts is not None and ".experts." in name:
+        group = links.experts
+    elif links.experts is not None and ".shared_experts." in name:
         group = Group.alone()  # whole, because a rank runs them for tokens that no other rank has
     return slices_of(config, name, shape, group.rank, group.size, expert_parallel=expert_parallel)
 

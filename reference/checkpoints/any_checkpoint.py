@@ -30,7 +30,7 @@ def stored_method(name_or_path: str | os.PathLike) -> str | None:
     if is_gguf(name_or_path):
         return GGUF
     found = checkpoint.load_config(name_or_path).quantization_config
-    return None if found is None else found["quant_method"]
+    return None if found is None else found["quant_method"].removeprefix("intel/")  # AutoRound's
 
 
 def load_any(

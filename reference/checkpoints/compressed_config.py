@@ -14,8 +14,6 @@ from reference.checkpoints.layouts import Layout, pack_quantized
 from reference.checkpoints.nvfp4_layouts import nvfp4_pack_quantized
 from reference.checkpoints.per_layer import rank
 
-MIXED = "mixed-precision"  # says that each scheme has a format of its own
-
 
 def compressed_layouts(config: Config) -> list[Layout]:
     """A layout for each scheme. Raises ValueError for one that is not read here."""
@@ -52,8 +50,8 @@ def schemes_of(config: Config) -> dict[str, Config]:
 
 
 def by_targets(config: Config, name: str) -> Config | None:
-    """The config with the one scheme that means a layer most closely. A single scheme means every
-    layer that is stored as codes. Raises ValueError where none of several does.
+    """The config with the one scheme that means a layer most closely; None where none of several
+    does. A single scheme means every layer that is stored as codes.
     """
     groups = schemes_of(config)
     if len(groups) < 2:
@@ -63,7 +61,7 @@ def by_targets(config: Config, name: str) -> Config | None:
         found = [(rank(one, name), one) for one in scheme.get("targets", [])]
         ranks += [(*one, group) for one in found if one[0] is not None]
     if not ranks:
-        raise ValueError("config_groups: got no target that means this layer; accepted: one")
+        return None
     group = min(ranks)[2]
     return config | {"config_groups": {group: groups[group]}}
 

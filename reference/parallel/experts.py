@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lessons.l02_naive_attention.decoder import MLP, Decoder
+from lessons.l06_mla.gpt_oss import StackedMoE
 from lessons.l06_mla.moe import MoE, Router
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
+from lessons.l20_parallelism.shards.sharding import experts_of
+from lessons.l23_experts.grouped import can_be_stacked, own_experts
 from lessons.l23_experts.ranks.dispatch import (
     CountedDispatchMoE,
     FixedSlotsMoE,
@@ -33,6 +36,7 @@ from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.checkpoints.any_checkpoint import stored_method
 from reference.engine.engine_args import EngineArgs
+from reference.parallel.looped import LoopedExperts, OneOfStack
 
 # all2all_backend -> a layer of experts over a group, whose ranks may have any number of tokens
 FORMS = {
@@ -52,10 +56,9 @@ def check_spread(args: EngineArgs, config: ModelConfig) -> None:
 
     if args.distributed_executor_backend == "ray":
         apart("distributed_executor_backend", "None or mp")
-    if moe.are_stacked:
-        apart("model", f"one whose experts are plain MLPs, unlike {config.model_type}'s,")
-    if (stored := args.quantization or stored_method(args.model)) is not None:
-        apart("quantization" if args.quantization else "model", f"no {stored} weights")
+    is_plain = not moe.are_stacked and (args.quantization or stored_method(args.model)) is None
+    if args.enable_eplb and not is_plain:
+        apart("enable_eplb", f"False for experts that are no plain MLPs, as those of {args.model},")
     if args.enable_lora and moe.shared_width:
         apart("enable_lora", "False for a model with shared experts")
     copies = args.eplb_config.num_redundant_experts if args.enable_eplb else 0
@@ -91,24 +94,40 @@ class LayerParts(NamedTuple):
     """What a form asks of a layer. experts: of this rank's slots."""
 
     gate: nn.Module
-    experts: nn.ModuleList
+    experts: nn.ModuleList | LoopedExperts
     shared_experts: nn.Module | None
+
+
+def parts_of(moe: MoE | StackedMoE, router: nn.Module, own: range) -> LayerParts:
+    """Of a layer of which these experts are here."""
+    if isinstance(moe, StackedMoE):
+        looped = LoopedExperts([OneOfStack(moe.experts, index) for index in range(len(own))])
+        return LayerParts(router, looped, None)
+    held = own_experts(moe, own)
+    experts = held if can_be_stacked(held) else LoopedExperts(held)
+    return LayerParts(router, experts, moe.shared_experts)
 
 
 class SharedExperts(nn.Module):
     """A layer of experts of all replicas, behind the interface of one that is here. kind: makes one
     of FORMS. group: the ranks that share them. tensor: those that have the same tokens. index: of
-    the layer. mlps: {expert: its MLP} of those that are here; their weights are views of the form's.
+    the layer. mlps: {expert: its MLP} of plain ones that are here; their weights are views of the
+    form's.
     """
 
     waits_for_values = True  # of counts, and of other replicas, so no CUDA graph records it
 
-    def __init__(self, moe: MoE, kind: Callable, group: Group, tensor: Group, index: int):
+    def __init__(
+        self, moe: MoE | StackedMoE, kind: Callable, group: Group, tensor: Group, index: int
+    ):
         super().__init__()
         self.kind, self.group, self.tensor, self.index = kind, group, tensor, index
-        moe.gate = self.router = CountedRouter(moe.gate)
-        self.form = kind(moe, group)
-        self.mlps = {expert: moe.experts[expert] for expert in self.form.own}
+        self.router = CountedRouter(moe.router if isinstance(moe, StackedMoE) else moe.gate)
+        own = experts_of(self.router.config.n_routed_experts, group.rank, group.size)
+        parts = parts_of(moe, self.router, own)
+        self.form = kind(parts, group)
+        is_plain = isinstance(parts.experts, nn.ModuleList)
+        self.mlps = dict(zip(own, parts.experts)) if is_plain else {}
 
     def place(self, placement: Placement, mlps: dict[int, MLP]) -> None:
         """Have the experts of this rank's slots from now on. mlps: at least these."""
@@ -154,7 +173,7 @@ def spread(part: Decoder, links: Links, args: EngineArgs) -> None:
         kind = partial(kind, max_tokens=-(-args.max_num_batched_tokens // links.tensor.size))
     for index in part.stage_layers:
         layer = part.layers[index]
-        if isinstance(layer.mlp, MoE):
+        if isinstance(layer.mlp, (MoE, StackedMoE)):
             layer.mlp = SharedExperts(layer.mlp, kind, links.experts, links.tensor, index)
 
 

@@ -232,10 +232,10 @@ def load_part(args: EngineArgs, links: Links, device: str) -> Decoder:
     expert_parallel, place = args.enable_expert_parallel, default_place(device, dtype)
     if args.quantization is None and stored_method(args.model) is None:
         part = load_sharded(args.model, links, *place, expert_parallel)
-        if links.experts is not None:
-            spread(part, links, args)
     else:
         part = load_quantized_part(args, links, *place)
+    if links.experts is not None:
+        spread(part, links, args)
     return part if part.device.type == "cpu" else grouped(fused(part))  # as load_model
 
 

@@ -28,9 +28,8 @@ from lessons.l18_weight_quantization.weights import (
     unpack,
 )
 from lessons.l19_kv_quantization.activations.w8a8 import w8a8_matmul
-from lessons.l20_parallelism.optimized import finish, new_part
+from lessons.l20_parallelism.optimized import finish, new_part, own_slices
 from lessons.l20_parallelism.processes.mesh import Links
-from lessons.l20_parallelism.shards.sharding import slices_of
 from reference.checkpoints.gguf.gguf_linear import GgufEmbedding
 
 SMALLEST_GROUP = 16  # of numbers that share a scale, as the kernels read them
@@ -143,12 +142,12 @@ def shard_quantized(
     ):  # as numbers, because ranks look up their rows
         numbers = model.embed_tokens.quantized.dequantize()
         whole["embed_tokens.weight"] = numbers.to(model.embed_tokens.dtype)
-    own = partial(slices_of, config, rank=group.rank, size=group.size)
+    own = partial(own_slices, config, links=links, expert_parallel=expert_parallel)
     kept = dict(part.named_modules())
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedLinear) or name not in kept:
             continue
-        slices = own(f"{name}.weight", shape=layer.quantized.shape, expert_parallel=expert_parallel)
+        slices = own(f"{name}.weight", shape=layer.quantized.shape)
         is_whole = slices == tuple(slice(0, length) for length in layer.quantized.shape)
         rounds_inputs = layer.multiply is w8a8_matmul
         if rounds_inputs and not is_whole:
@@ -162,7 +161,7 @@ def shard_quantized(
             raise ValueError(f"{name} in {group.size} parts: {error}") from None
         bias = layer.bias
         if bias is not None:  # as large as this rank's rows; its numbers come below
-            index = own(f"{name}.bias", shape=bias.shape, expert_parallel=expert_parallel)
+            index = own(f"{name}.bias", shape=bias.shape)
             bias = nn.Parameter(bias[index], requires_grad=False)
         part.set_submodule(
             name,
@@ -172,6 +171,6 @@ def shard_quantized(
         )
     weights = {}
     for name in part.state_dict():
-        index = own(name, shape=whole[name].shape, expert_parallel=expert_parallel)
+        index = own(name, shape=whole[name].shape)
         weights[name] = whole[name][index].to(device, copy=True)
     return finish(part, weights, config, links, expert_parallel)

@@ -45,7 +45,8 @@ ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt
 ALIASES |= {"inc": "auto-round"}
 # what vLLM's "bitsandbytes" makes of a model that is not quantized
 IN_FLIGHT = {"bitsandbytes": "nf4"}
-STORED = (*STORED_METHODS, "gguf")  # what a checkpoint says of itself
+# what a checkpoint says of itself
+STORED = (*(name for name in STORED_METHODS if "/" not in name), "gguf")
 ACCEPTED = (*METHODS, *ALIASES, *(name for name in STORED if name not in METHODS))
 
 

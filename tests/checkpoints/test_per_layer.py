@@ -17,6 +17,7 @@ from lessons.toolbox.model.checkpoint import REPOSITORY
 from lessons.toolbox.model.config_json import CheckpointError
 from lessons.toolbox.proof.planted import with_bug
 from reference.checkpoints import per_layer, words
+from reference.checkpoints.any_checkpoint import stored_method
 from reference.checkpoints.layouts import AWQ_ORDER, gptq
 from reference.checkpoints.quantization_config import METHODS, PACKINGS, read_layouts
 from reference.checkpoints.quantized_checkpoint import load_quantized
@@ -326,12 +327,27 @@ def test_what_auto_round_asks_for_in_vain_is_one_line(changes, said, source, tmp
     assert "\n" not in str(error.value)
 
 
+def test_auto_round_s_older_name(source, tmp_path):
+    config = auto_round("auto_round:auto_gptq") | {"quant_method": "intel/auto-round"}
+    folder = written(source, tmp_path, config, lambda _, shape: by_stream(shape, 4, GROUP, 1))
+    assert_same_model(folder, 14)
+    assert stored_method(folder) == "auto-round"
+
+
 def test_quantize_config_json_alone(source, tmp_path):
     """AutoGPTQ's older files say it beside config.json, without a quant_method."""
     config = {key: GPTQ[key] for key in ("bits", "group_size", "desc_act", "sym")}
     folder = written(source, tmp_path, None, lambda _, shape: by_stream(shape, 4, GROUP, 1))
     (folder / "quantize_config.json").write_text(json.dumps(config | {"damp_percent": 0.01}))
     assert_same_model(folder, 14)
+    (folder / "quantize_config.json").unlink()
+    for odd, said in (
+        ("5", "got 5; accepted: None, or an object"),
+        ("null", "has no quantization_config"),
+    ):
+        (folder / "hf_quant_config.json").write_text(f'{{"quantization": {odd}}}')
+        with pytest.raises(CheckpointError, match=said):
+            load_quantized(folder)
 
 
 def test_the_lesson_lists_every_method():

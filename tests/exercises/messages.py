@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from lessons.toolbox.exercises.exercise import ROOT, all_exercises
@@ -77,6 +78,7 @@ def strings_of(name: str) -> set[str]:
     return found | set(wanted(name))
 
 
+@cache
 def wanted(name: str) -> list[str]:
     """Every line that a catalogue should translate, in the order of the code."""
     if name == TOOLBOX:

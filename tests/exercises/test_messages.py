@@ -19,7 +19,7 @@ from tests.exercises.wrong import answers_of
 
 HANGUL = re.compile("[가-힣]")
 # what a kernel did, access by access, and the fault of a machine: they stay English
-RECORD = re.compile(r"program (\(.*\)|\d+)$|  +\d+\. |     |\w+: fault: |  line \d+: ")
+RECORD = re.compile(r"program (\(.*\)|\d+)$|  +\d+\. |     |\w+: fault: |  line \d+: |  \.\.\. \d+ more")
 NAMES = [name for name in messages.names() if messages.messages_of(name)]
 LESSONS = [name for name in NAMES if name != messages.TOOLBOX]
 
@@ -62,7 +62,7 @@ def test_what_checks_say_of_wrong_answers_is_korean(name, korean):
         check, answer, outcome = next(
             (check, answer, outcome)
             for check in checks
-            for answer in answers
+            for answer in answers[:2]
             if (outcome := run_check(check, lambda a=answer: a.function, 0)).status == FAIL
         )
         others = f"it passes for a, b; not for c: {check.why}" if check.why else None

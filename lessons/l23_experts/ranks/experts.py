@@ -101,7 +101,9 @@ class SplitTokensMoE(nn.Module):
         places = [experts_of(num_experts, rank, group.size) for rank in range(group.size)]
         self.own, self.num_experts = places[group.rank], num_experts
         self.experts_of_each = [len(place) for place in places]
-        self.experts = stacked(own_experts(moe, self.own))
+        own = own_experts(moe, self.own)
+        # the reference has experts that cannot be stacked, and another way to run them
+        self.experts = own if hasattr(own, "rows") else stacked(own)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size], of this rank -> the same
         weights, chosen = self.gate(x)

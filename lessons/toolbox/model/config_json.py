@@ -12,7 +12,7 @@ from typing import Any
 
 from lessons.toolbox.model.arguments import one_line, shown
 from lessons.toolbox.model.config import ModelConfig, RopeScaling
-from lessons.toolbox.model.families import FAMILIES, LACKING, Family, of_decoder
+from lessons.toolbox.model.families import FAMILIES, LACKING, Family, of_decoder, with_method
 
 # Fields of ModelConfig that every config.json must hold. transformers has a default for each, but
 # the default of another checkpoint gives a model that runs and answers wrongly. Lists of keys are
@@ -105,8 +105,9 @@ def read_config(folder: Path, part: str | None = None) -> ModelConfig:
     raw = read_json(file)
     for name, method in BESIDE.items():
         if raw.get("quantization_config") is None and (folder / name).exists():
-            said = read_json(folder / name)
-            raw["quantization_config"] = {"quant_method": method} | said.get("quantization", said)
+            beside = read_json(folder / name)
+            said = beside.get("quantization", beside)
+            raw["quantization_config"] = with_method(said, method)
     raw = of_decoder(raw, part)
     eos_token_ids = dict.fromkeys(_eos_token_ids(file, raw))
     generation = folder / "generation_config.json"

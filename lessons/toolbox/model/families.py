@@ -250,3 +250,10 @@ class Families(MutableMapping):
 
 
 FAMILIES = Families()
+
+
+def with_method(said: Any, method: str) -> Any:
+    """What an older file says of quantized weights, with the quant_method that it leaves out; what
+    is no object stays, and is refused later.
+    """
+    return {"quant_method": method} | said if isinstance(said, dict) else said
