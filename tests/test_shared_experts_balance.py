@@ -1,5 +1,8 @@
 """enable_eplb: experts that move, and copies of busy ones, change no token."""
 
+from concurrent.futures import Future
+from queue import SimpleQueue
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -126,6 +129,24 @@ def test_the_last_window_decides(tmp_path):
     assert len(found[0].slots_of[1]) == 3, "the old load of expert 0 counts no more"
     assert found[1] == first[1]
     assert len(found[2].slots_of[3]) == 3
+
+
+def test_a_round_that_is_put_again_begins_once():
+    """As after Ctrl-C. All workers hear of new placements before any step."""
+    told, rounds, queues = [], SimpleQueue(), [SimpleQueue(), SimpleQueue()]
+    steps, moves = [Future(), Future()], dict(placements={0: "there"}, has_moved=True)
+
+    class Heard:
+        def tell(self, *order):
+            assert all(queue.empty() for queue in queues)
+            told.append(order)
+
+    for item in (*[lockstep.Round(3, steps, {}, **moves)] * 2, None):
+        rounds.put(item)
+    lockstep.begin_rounds(rounds, queues, [Heard(), Heard()])
+    assert told == [("place_experts", {0: "there"})] * 2
+    assert [queue.get() for queue in queues] == steps
+    assert all(queue.empty() for queue in queues)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from tests.exercises.wrong import answers_of
 
 HANGUL = re.compile("[가-힣]")
 # what a kernel did, access by access, and the fault of a machine: they stay English
-RECORD = re.compile(r"program (\(.*\)|\d+)$|  +\d+\. |     |\w+: fault: |  line \d+: |  \.\.\. \d+ more")
+RECORD = re.compile(
+    r"program (\(.*\)|\d+)$|  +\d+\. |     |\w+: fault: |  line \d+: |  \.\.\. \d+ more"
+)
 NAMES = [name for name in messages.names() if messages.messages_of(name)]
 LESSONS = [name for name in NAMES if name != messages.TOOLBOX]
 
