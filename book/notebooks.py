@@ -2,13 +2,12 @@
 
     python -m book.notebooks                       # which text cells are not translated, or stale
     python -m book.notebooks blank 04              # those of a notebook, to be translated
-    python -m book.notebooks links                 # let links of cells lead to Korean pages
     python -m book.notebooks write OUT [--force]   # copies to work in, as `make lab` makes them
 
 `ko/notebooks/04_positions.md` has the text cells of `notebooks/04_positions.ipynb`. Each begins with
 a comment that holds the hash of the English cell that it was made from, so a cell that has changed
 since stays English. Exercises are not in it: their statements come from the lesson's README in
-Korean. Links may be written as in the English cell; `links` mends them.
+Korean. Links are written as in the English cell.
 """
 
 import copy
@@ -137,25 +136,11 @@ def relinked(root: Path, page: str, place: str, text: str) -> str:
     """Links that lead to Korean pages, from another folder."""
 
     def relink(found: re.Match) -> str:
-        target = translations.korean(root, place, meaning(root, page, found["target"]))
+        target = translations.english(root, page, found["target"])
+        target = translations.korean(root, place, target)
         return f"{found['bang']}[{found['label']}]({target}{found['title'] or ''})"
 
     return LINK.sub(relink, text)
-
-
-def meaning(root: Path, page: str, target: str) -> str:
-    """What a link means, written as in the English notebook or as it leads from ko/notebooks/."""
-    file = target.partition("#")[0]
-    is_korean = bool(file) and (root / FOLDER / file).exists()
-    return translations.english(root, place_of(page) if is_korean else page, target)
-
-
-def mend_links(root: Path) -> None:
-    """Let the links of translated cells lead to Korean pages, from where the cells are kept."""
-    for page in pages(root):
-        path = root / FOLDER / f"{Path(page).stem}.md"
-        text = path.read_text(encoding="utf-8")
-        path.write_text(relinked(root, page, place_of(page), text), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- what is to be done
@@ -182,16 +167,7 @@ def complaints(root: Path, page: str) -> Complaints:
     ours = cells_of(root, page)
     theirs = {key(source_of(cell)): source_of(cell) for cell, _ in texts(read(root, page))}
     both = [cell for cell in ours if cell in theirs]
-    place = place_of(page)
-
-    def compared(text: str) -> str:
-        return relinked(root, page, place, text)
-
-    return [
-        f"cell {cell}: {why}"
-        for cell in both
-        for why in differences(compared(theirs[cell]), compared(ours[cell]))
-    ]
+    return [f"cell {cell}: {why}" for cell in both for why in differences(theirs[cell], ours[cell])]
 
 
 def report(root: Path) -> Iterator[str]:
@@ -235,17 +211,12 @@ def write(root: Path, out: Path, force: bool = False) -> Iterator[str]:
 
 def main() -> None:
     parser = OneLineParser(prog="python -m book.notebooks")
-    parser.add_argument(
-        "command", nargs="?", choices=["list", "blank", "links", "write"], default="list"
-    )
+    parser.add_argument("command", nargs="?", choices=["list", "blank", "write"], default="list")
     parser.add_argument("what", nargs="?", help="of blank: a number, of write: a folder")
     parser.add_argument("--force", action="store_true", help="write over copies that are there")
     args = parser.parse_args()
     if args.command == "list":
         print("\n".join(report(REPOSITORY)) or "all notebooks are translated and of today")
-        return
-    if args.command == "links":
-        mend_links(REPOSITORY)
         return
     if args.command == "blank":
         found = sorted((REPOSITORY / "notebooks").glob(f"{args.what}*.ipynb")) if args.what else []

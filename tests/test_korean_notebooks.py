@@ -68,14 +68,6 @@ def test_links_lead_to_korean_pages():
     assert "](../../../ko/lessons/l02_naive_attention/README.md)" in copy["cells"][0]["source"]
 
 
-@pytest.mark.parametrize("link", ["../models/HYBRID.md#top", "../../models/HYBRID.md#top"])
-def test_a_link_is_as_in_the_english_cell_or_as_it_leads_from_there(link):
-    page = "notebooks/27_states.ipynb"
-    assert notebooks.meaning(REPOSITORY, page, link) == "models/HYBRID.md#top"
-    made = notebooks.relinked(REPOSITORY, page, f"ko/{page}", f"[a]({link})")
-    assert made == "[a](../../models/HYBRID.md#top)"
-
-
 def test_the_book_leads_from_one_language_to_the_other(tmp_path):
     book = Stage(REPOSITORY, tmp_path)
     for name, switch in {
