@@ -4,10 +4,10 @@
     python -m book.notebooks blank 04              # those of a notebook, to be translated
     python -m book.notebooks write OUT [--force]   # copies to work in, as `make lab` makes them
 
-`ko/notebooks/04_positions.md` has the text cells of `notebooks/04_positions.ipynb`. Each begins with
-a comment that holds the hash of the English cell that it was made from, so a cell that has changed
-since stays English. Exercises are not in it: their statements come from the lesson's README in
-Korean. Links are written as in the English cell.
+`ko/notebooks/04_positions.md` has the text cells of `notebooks/04_positions.ipynb`. Each begins
+with a comment that holds the hash of the English cell that it was made from, so a cell that has
+changed since stays English. Exercises are not in it: their statements come from the lesson's
+README in Korean. Links are written as in the English cell.
 """
 
 import copy

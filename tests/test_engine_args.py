@@ -60,6 +60,7 @@ TAKES = {
         kv_offloading_folder_size=(1.5,),
         kv_transfer_config=(None,),
         kv_events_config=(None,),
+        attention_config=(None,),
         enable_prefix_caching=(None, True),
         enable_chunked_prefill=(True,),
         async_scheduling=(True,),

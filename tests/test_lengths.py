@@ -49,6 +49,7 @@ LONG_FUNCTIONS = (
     "lessons/l12_paged_kv/kernels/paged.py:prefill_kernel",
     "lessons/l17_tree_speculation/trees/kernel.py:tree_kernel",
     "lessons/l18_weight_quantization/kernels/products.py:quantized_matmul_kernel",
+    "lessons/l19_kv_quantization/activations/attention/kernel.py:fp8_prefill_kernel",
     "lessons/l19_kv_quantization/kernels/decode.py:codes_decode_kernel",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
     "solutions/l05_gqa.py:group_kernel",

@@ -16,12 +16,15 @@ import pytest
 import torch
 
 from lessons.l20_parallelism.checks.test_planner import shape_of
-from lessons.l20_parallelism.optimized import new_part
+from lessons.l20_parallelism.lab.testing import links_of
+from lessons.l20_parallelism.optimized import new_part, shard
 from lessons.l20_parallelism.planner.shares import Layout, shares
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import RankError
 from lessons.l20_parallelism.processes.mesh import Links, Mesh
 from lessons.l20_parallelism.shards.sharding import local_config
+from lessons.l21_multi_lora.batch import AdapterContext
+from lessons.l21_multi_lora.layers import adapter_layers, with_adapter_slots
 from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import LLM, BeamSearchParams, SamplingParams
@@ -29,6 +32,7 @@ from reference.engine.cache_memory import bytes_per_token
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.engine import devices_for
 from reference.parallel.replicas import SLACK, Router
+from tests.engine_cases import new_model
 from tests.parallel_cases import (
     answers,
     assert_all_gone,
@@ -228,6 +232,15 @@ def vector_bytes(config: ModelConfig, mesh: Mesh, stage: int, spread: bool) -> i
     tensor, pipe = Group(list(range(mesh.tp)), 0), Group(list(range(mesh.pp)), stage)
     part = new_part(config, Links(mesh, mesh.rank(0, stage, 0), tensor, pipe), spread)
     return sum(4 * weight.numel() for weight in part.parameters() if weight.dim() == 1)
+
+
+def test_a_part_has_adapters_of_every_layer():
+    """Also of those that a layer wraps which talks to other ranks."""
+    model = new_model()
+    whole = adapter_layers(with_adapter_slots(model, AdapterContext(), 1, 2))
+    part = shard(model, links_of(Mesh(2), 0))
+    found = adapter_layers(with_adapter_slots(part, AdapterContext(), 1, 2))
+    assert {name.removesuffix(".linear") for name in found} == set(whole) and whole
 
 
 # ---------------------------------------------------------------- what users call

@@ -228,7 +228,7 @@ def test_random_histories_with_drafts_verified_elsewhere(request):
 
 
 def test_the_likeliest_of_shards_is_exact_and_finds_bad_rows():
-    """In float64, too; and nothing else is taken for a token. One rank, whose group says nothing."""
+    """In float64, too. One rank, whose group says nothing."""
     logits = torch.zeros(6, 5, dtype=torch.float64)
     logits[0, 3], logits[0, 4] = 1.0, 1.0 + 1e-12
     logits[1, 2] = torch.nan

@@ -14,9 +14,13 @@ import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import generate as alone
+from lessons.l02_naive_attention.naive import whole_sequence
 from lessons.l17_tree_speculation.heads.heads import EagleDraft, MTPDraft
+from lessons.l19_kv_quantization.activations.attention.naive import FP8, Coded, products
+from lessons.l19_kv_quantization.activations.attention.pool import ProductsPool
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.l19_kv_quantization.lab.testing import naive_answers
+from lessons.l19_kv_quantization.pool import QuantizedPool
 from reference import SamplingParams
 from reference.engine.assembly import engine_over
 from reference.engine.cache_memory import blocks_that_fit
@@ -210,6 +214,51 @@ def test_an_unknown_format_is_refused(value):
     ) as error:
         EngineArgs.read(kv_cache_dtype=value)
     assert "\n" not in str(error.value)
+
+
+def test_prompts_by_products_of_codes(model):
+    """attention_config's choice reaches the pool, and a prompt in one chunk gets the first token
+    of the definition: attention by products of codes.
+    """
+    wish = {"use_prefill_query_quantization": True}
+    engine = new_engine(model, "fp8", block_size=16, attention_config=wish)
+    assert type(engine.runner.pool) is ProductsPool
+    firsts = [tokens[0] for tokens in answers_of(engine)]
+    want = []
+    for prompt in prompts():
+        attend = whole_sequence(model, len(prompt), by_products)
+        want.append(int(model.logits(model(torch.tensor(prompt), attend))[-1].argmax()))
+    assert firsts == want
+    plain = new_engine(model, "fp8", block_size=16, attention_config={"backend": "FLASH_ATTN"})
+    assert type(plain.runner.pool) is QuantizedPool
+
+
+def by_products(q, k, v, softmax_scale, window):
+    """Lesson 2's attention, by products of codes."""
+    return products(*(Coded(*FP8.quantize(x)) for x in (q, k, v)), softmax_scale, window)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (dict(kv_cache_dtype="int8"), "got True; accepted: None unless kv_cache_dtype is fp8"),
+        (dict(block_size=8), "got True; accepted: None unless block_size is a multiple of 16"),
+        (dict(tensor_parallel_size=2), "got True; accepted: None where the model is in other"),
+        (dict(batch_invariant=True), "got True; accepted: None with batch_invariant"),
+        (
+            dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
+            "got True; accepted: None with speculative_config",
+        ),
+        (dict(attention_config={"use_prefill": True}), "attention_config: got 'use_prefill'"),
+        (dict(attention_config=[1]), "attention_config: got [1]; accepted: a dict of"),
+        (dict(attention_config={"use_prefill_query_quantization": 1}), "got 1; accepted: True or"),
+    ],
+)
+def test_products_that_cannot_be_are_refused_in_one_line(arguments, said):
+    wish = dict(attention_config={"use_prefill_query_quantization": True}, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError) as error:
+        EngineArgs(**(wish | arguments))
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_clean_up(model):

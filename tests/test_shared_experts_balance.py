@@ -1,5 +1,8 @@
 """enable_eplb: experts that move, and copies of busy ones, change no token."""
 
+from concurrent.futures import Future
+from queue import SimpleQueue
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -128,6 +131,24 @@ def test_the_last_window_decides(tmp_path):
     assert len(found[2].slots_of[3]) == 3
 
 
+def test_a_round_that_is_put_again_begins_once():
+    """As after Ctrl-C. All workers hear of new placements before any step."""
+    told, rounds, queues = [], SimpleQueue(), [SimpleQueue(), SimpleQueue()]
+    steps, moves = [Future(), Future()], dict(placements={0: "there"}, has_moved=True)
+
+    class Heard:
+        def tell(self, *order):
+            assert all(queue.empty() for queue in queues)
+            told.append(order)
+
+    for item in (*[lockstep.Round(3, steps, {}, **moves)] * 2, None):
+        rounds.put(item)
+    lockstep.begin_rounds(rounds, queues, [Heard(), Heard()])
+    assert told == [("place_experts", {0: "there"})] * 2
+    assert [queue.get() for queue in queues] == steps
+    assert all(queue.empty() for queue in queues)
+
+
 @pytest.mark.parametrize(
     "how, said",
     [
@@ -173,7 +194,7 @@ TOGETHER = [
 @pytest.mark.parametrize("feature", TOGETHER)
 @pytest.mark.sample(2, of="shared experts with others")
 def test_a_feature_beside_shared_experts(feature, monkeypatch):
-    """As tests/test_composition.py has it for replicas alone, with experts that move if they can."""
+    """As tests/test_composition.py has it for replicas alone. Experts move if they can."""
     arguments = ARGUMENTS["data parallel"] | dict(enable_expert_parallel=True)
     if feature not in WEIGHTS:
         arguments |= dict(enable_eplb=True, eplb_config=dict(num_redundant_experts=2, **OFTEN))

@@ -150,6 +150,41 @@ def test_ctrl_c_and_then_forgotten(model, seed):
     assert_all_gone(pids)
 
 
+@pytest.mark.sample(1, of="shared faults")
+def test_a_step_that_raises_before_it_runs(model, seed, monkeypatch):
+    """The others get their tokens, and all go on."""
+    asked = requests(seed)
+    want = answers(serve(whole_engine(shared_args(model)), asked))
+    engine = parallel_engine(shared_args(model))
+    scheduler, steps = engine.engines[0].scheduler, []
+    schedule = scheduler.schedule
+
+    def fails():
+        steps.append(1)
+        if len(steps) == 4:
+            raise ValueError("planted")
+        return schedule()
+
+    monkeypatch.setattr(scheduler, "schedule", fails)
+    advance, raised = engine.advance, []
+
+    def goes_on():
+        try:
+            return advance()
+        except ValueError as error:
+            raised.append(str(error))
+            return []
+
+    monkeypatch.setattr(engine, "advance", goes_on)
+    try:
+        with Fast():
+            assert answers(serve(engine, asked)) == want
+        assert raised == ["planted"]
+        assert len({each.runner.num_steps for each in engine.engines}) == 1
+    finally:
+        engine.close()
+
+
 # ---------------------------------------------------------------- ranks that are late
 
 
@@ -229,11 +264,8 @@ def rank_error(
     world: Group, mesh: Mesh, config: ModelConfig, tokens: list[int], name: str, slip: str | None
 ) -> float:
     """The largest difference from lesson 6's layer. tokens: of each replica."""
-    [moe, *_] = [
-        layer.mlp
-        for layer in random_model(config, 0, torch.float64).layers
-        if isinstance(layer.mlp, MoE)
-    ]
+    mlps = [layer.mlp for layer in random_model(config, 0, torch.float64).layers]
+    moe = next(mlp for mlp in mlps if isinstance(mlp, MoE))
     links = share_experts(new_links(mesh))
     replica, _, _ = mesh.place(links.rank)
     draw = torch.Generator().manual_seed(replica)

@@ -208,13 +208,21 @@ class KernelPool(QuantizedPool):
                 )
 
             def prefill(q: Tensor, part: Batch) -> Tensor:
-                pages, most = (*codes, part.block_table), part.max_seqlen_q
-                lens = part.cu_seqlens_q, part.context_lens
-                return quantized_prefill(q, *pages, *lens, *options, max_seqlen_q=most)
+                return self.prompts(q, codes, part, *options[1:])
 
             return decode(q, batch) if batch.max_seqlen_q == 1 else apart(q, batch, decode, prefill)
 
         return read
+
+    def prompts(
+        self, q: Tensor, codes: tuple, part: Batch, softmax_scale: float, window: int | None
+    ) -> Tensor:
+        """Sequences that run several tokens. q: [T, Hq, D], codes: as in `quantized_prefill` ->
+        [T, Hq, Dv].
+        """
+        lens, most = (part.cu_seqlens_q, part.context_lens), part.max_seqlen_q
+        how = self.format, softmax_scale, window
+        return quantized_prefill(q, *codes, part.block_table, *lens, *how, max_seqlen_q=most)
 
 
 def rotated(

@@ -31,8 +31,8 @@ ROTATED = (RotatedInput, RotatedOutput)  # adapters read and write what is outsi
 # Layers of one parent that are called one after the other with the same x.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Layers that get no adapter: a routed expert sees some rows of a step in an order of its own, and
-# absorption multiplies by the rows of kv_b_proj (lesson 6). ".linear" is inside of a rotation.
-NOT_ALONE = (".experts.", "kv_b_proj", ".linear")
+# absorption multiplies by the rows of kv_b_proj (lesson 6).
+NOT_ALONE = (".experts.", "kv_b_proj")
 
 
 class LoRALinear(nn.Module):
@@ -84,7 +84,9 @@ def with_adapter_slots(
     add_lora = add_lora or add_lora_for(model.device)
 
     def adaptable(name: str, linear: nn.Module) -> nn.Module:
-        if any(part in name for part in NOT_ALONE):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        # By its parent and not by a name, because what talks to other ranks wraps a layer, too.
+        if any(part in name for part in NOT_ALONE) or isinstance(parent, ROTATED):
             return linear
         weights = SlotWeights.empty(
             max_loras,

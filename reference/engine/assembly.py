@@ -213,10 +213,10 @@ def new_runner(
     groups: of its layers, None: one. kind: of the runner.
     """
     size, rung = (num_blocks, args.block_size, max_model_len), None
-    if args.batch_invariant:
-        from reference.features.batch_invariant import invariant
+    if args.batch_invariant or args.attention_config is not None:
+        from reference.features.attention import prepared_for
 
-        model, rung = invariant(model, args)
+        model, rung = prepared_for(model, args, groups)
     how = args.kv_cache_dtype, adapters, tree is not None, rung, groups
     runner = kind(model, *size, *how)
     runner.taps = taps

@@ -1,4 +1,4 @@
-"""The argument that says who is told of an engine's blocks."""
+"""The arguments that say who is told of an engine's blocks, and how its cache is read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from lessons.toolbox.model.arguments import check_counts, check_kind, refuse
 if TYPE_CHECKING:
     from reference.engine.engine_args import EngineArgs
 
+QUERIES = "use_prefill_query_quantization"
+# vLLM's others, without effect: each operation has one implementation
+WITHOUT_EFFECT = """backend flash_attn_version use_prefill_decode_attention
+    flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph use_cudnn_prefill
+    use_trtllm_ragged_deepseek_prefill use_trtllm_attention disable_flashinfer_prefill
+    disable_flashinfer_q_quantization"""
 ZEROMQ = ("endpoint", "replay_endpoint", "hwm", "max_queue_size", "topic")  # vLLM's, of its sockets
 
 
@@ -53,6 +59,55 @@ class KVEventsConfig:
     def is_told(self) -> bool:
         """Whether someone is told."""
         return self.enable_kv_cache_events and self.publisher != "null"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """vLLM's key that has a meaning here. Raises ValueError, in one line.
+
+    use_prefill_query_quantization: queries of prompts are quantized, and multiplied with an FP8
+    cache as codes (lesson 19).
+    """
+
+    use_prefill_query_quantization: bool = False
+
+    def __post_init__(self):
+        asked = self.use_prefill_query_quantization
+        check_kind(bool, "True or False", **{f"attention_config {QUERIES}": asked})
+
+    @classmethod
+    def read(cls, config: AttentionConfig | dict) -> AttentionConfig | None:
+        """From what an engine is given; None: nothing but what has no effect. Raises
+        ValueError.
+        """
+        if not isinstance(config, cls):
+            if not isinstance(config, dict):
+                refuse("attention_config", config, f"a dict of {QUERIES}")
+            for name in config:
+                if name not in (QUERIES, *WITHOUT_EFFECT.split()):
+                    refuse("attention_config", name, f"{QUERIES}, and vLLM's other keys")
+            config = cls(config.get(QUERIES, False))
+        return config if config.use_prefill_query_quantization else None
+
+
+def check_configs(args: EngineArgs) -> None:
+    """Both arguments, where one is given. Raises ValueError."""
+    if args.kv_events_config is not None:
+        check_events(args)
+    if args.attention_config is None:
+        return
+    args.attention_config = AttentionConfig.read(args.attention_config)
+    if args.attention_config is None:
+        return
+    for accepted, fits in (
+        ("None unless kv_cache_dtype is fp8", args.kv_cache_dtype == "fp8"),
+        ("None unless block_size is a multiple of 16", args.block_size % 16 == 0),
+        ("None with speculative_config", args.speculative_config is None),
+        ("None where the model is in other processes (…_parallel_size)", not args.has_workers),
+        ("None with batch_invariant", not args.batch_invariant),
+    ):
+        if not fits:
+            refuse(f"attention_config {QUERIES}", True, accepted)
 
 
 def check_events(args: EngineArgs) -> None:

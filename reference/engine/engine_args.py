@@ -18,7 +18,7 @@ from lessons.toolbox.model.arguments import (
 )
 
 if TYPE_CHECKING:
-    from reference.engine.cache_arguments import KVEventsConfig
+    from reference.engine.cache_arguments import AttentionConfig, KVEventsConfig
     from reference.engine.expert_arguments import EPLBConfig
     from reference.features.kv_transfer.config import KVTransferConfig
     from reference.speculation.speculative_config import SpeculativeConfig
@@ -74,24 +74,23 @@ class EngineArgs:
     again by the prefix cache; None: none. kv_offloading_folder: where they go from there, a folder
     or what fsspec reaches, kv_offloading_folder_size GiB of it; engines of one model may share it.
     kv_transfer_config: how blocks are sent to other engines, or come from them, a dict of vLLM's
-    keys: reference.features.kv_transfer.config; None: they stay.
-    kv_events_config: whether the server tells routers which blocks it has, a dict of vLLM's keys.
-    scheduling_policy: "fcfs", "priority", or "fair": users take turns by tokens.
-    enable_prefix_caching: None: yes, but for a model with states.
-    disable_hybrid_kv_cache_manager: layers with a window keep the K and V of all tokens, too.
-    async_scheduling: each step is scheduled and launched while the one before it runs.
+    keys: reference.features.kv_transfer.config; None: they stay. kv_events_config: whether the
+    server tells routers which blocks it has, a dict of vLLM's keys. scheduling_policy: "fcfs",
+    "priority", or "fair": users take turns by tokens. enable_prefix_caching: None: yes, but for a
+    model with states. disable_hybrid_kv_cache_manager: layers with a window keep the K and V of all
+    tokens, too. async_scheduling: each step is scheduled and launched while the one before it runs.
     batch_invariant: a request gets the same bits whatever runs beside it; vLLM reads it from the
-    environment, VLLM_BATCH_INVARIANT=1.
-    enforce_eager: no CUDA graphs of decode steps; on a CPU there are none. quantization: weights in
-    fewer bits while they are loaded, a name of reference.weights.quantization; None: as the
-    checkpoint has them. kv_cache_dtype: "auto", the model's own dtype, or "fp8" (E4M3), "int8" or
-    "int4", with a scale for each token and KV head; vLLM's longer names of these are read too.
-    mamba_block_size: tokens between kept states, None: 64; mamba_ssm_cache_dtype: of all states.
-    speculative_config: who drafts tokens and how many, a dict of vLLM's keys. limit_mm_per_prompt:
-    {"image": the most pictures of a prompt}; None: 8. mm_processor_cache_gb: GiB of the rows that
-    the eyes of a LLaVA made of pictures. enable_lora: room for max_loras adapters of at most
-    max_lora_rank on the device, so that a step may need as many; max_cpu_loras: how many the host
-    keeps, None: max_loras.
+    environment, VLLM_BATCH_INVARIANT=1. enforce_eager: no CUDA graphs of decode steps; on a CPU
+    there are none. quantization: weights in fewer bits while they are loaded, a name of
+    reference.weights.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the
+    model's own dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head;
+    vLLM's longer names of these are read too. attention_config: whether prompts multiply codes of
+    an FP8 cache, a dict of vLLM's keys. mamba_block_size: tokens between kept states, None: 64;
+    mamba_ssm_cache_dtype: of all states. speculative_config: who drafts tokens and how many, a dict
+    of vLLM's keys. limit_mm_per_prompt: {"image": the most pictures of a prompt}; None: 8.
+    mm_processor_cache_gb: GiB of the rows that the eyes of a LLaVA made of pictures. enable_lora:
+    room for max_loras adapters of at most max_lora_rank on the device, so that a step may need as
+    many; max_cpu_loras: how many the host keeps, None: max_loras.
 
     tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each
     in a process (and on a GPU) of its own; as many batches as stages are in flight.
@@ -133,6 +132,7 @@ class EngineArgs:
     quantization: str | None = None
     speculative_config: "SpeculativeConfig | dict | None" = None
     kv_cache_dtype: str = "auto"
+    attention_config: "AttentionConfig | dict | None" = None
     mamba_block_size: int | None = None
     mamba_ssm_cache_dtype: str = "auto"
     limit_mm_per_prompt: dict[str, int] | str | None = None
@@ -172,8 +172,7 @@ class EngineArgs:
         memory = self.kv_cache_memory_bytes
         is_memory = memory is None or is_whole(memory, high=2**63 - 1)
         self.require("kv_cache_memory_bytes", is_memory, "None, or a whole number, 1 or more")
-        share = self.gpu_memory_utilization
-        is_share = is_number(share, 0, 1) and share > 0
+        is_share = is_number(self.gpu_memory_utilization, 0, 1) and self.gpu_memory_utilization > 0
         self.require("gpu_memory_utilization", is_share, "above 0, at most 1")
         self.require("swap_space", is_number(self.swap_space, 0), "a finite number of GiB")
         is_seed = self.seed is None or is_whole(self.seed, 0, 2**63 - 1)
@@ -235,10 +234,10 @@ class EngineArgs:
 
     def _check_together(self) -> None:
         """What the arguments alone show not to work together."""
-        if self.kv_events_config is not None:
-            from reference.engine.cache_arguments import check_events  # here: few ask for these
+        if self.kv_events_config is not None or self.attention_config is not None:
+            from reference.engine.cache_arguments import check_configs  # here: few ask for these
 
-            check_events(self)
+            check_configs(self)
         if self.enable_eplb or self.eplb_config is not None:
             from reference.engine.expert_arguments import check_balance
 

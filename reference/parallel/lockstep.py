@@ -8,7 +8,7 @@ dummy batch. While any replica has a request there are rounds, and then all rest
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from itertools import count
 from queue import SimpleQueue
@@ -77,7 +77,9 @@ class LockstepEngine(ReplicatedEngine):
                 runner.run_empty()
 
     def advance(self) -> list[EngineRequest]:
-        """As in ReplicatedEngine. A round begins when all of the one before is told."""
+        """Let all replicas go on, and wait for all. Returns the requests that got a token. If a
+        step raised, the others are told first, and the next call raises.
+        """
         if not self.round.untold:
             if not any(engine.has_unfinished_requests for engine in self.engines):
                 return []
@@ -85,8 +87,13 @@ class LockstepEngine(ReplicatedEngine):
                 replica.check()
             self.round = self.next_round()
         self.rounds.put(self.round)  # again after Ctrl-C
-        ended = wait(self.round.untold, return_when=FIRST_COMPLETED).done.pop()
-        return self.round.untold.pop(ended).told(ended)
+        untold = self.round.untold
+        wait(untold)
+        good = [step for step in untold if step.exception() is None]
+        if not good:
+            step, replica = untold.popitem()
+            return replica.told(step)  # which raises
+        return [request for step in good for request in untold.pop(step).told(step)]
 
     def next_round(self) -> Round:
         """Counted, and with experts placed anew, if it is time for that. Raises RankError."""

@@ -1,6 +1,6 @@
-"""Experts that cannot be stacked, behind the interface of lesson 23's GroupedExperts: quantized ones,
-and gpt-oss', which have biases. They run one after the other, as in lesson 6, and Python waits for
-the router.
+"""Experts that cannot be stacked, behind the interface of lesson 23's GroupedExperts: quantized
+ones, and gpt-oss', which have biases. They run one after the other, as in lesson 6, and Python
+waits for the router.
 """
 
 from collections.abc import Sequence

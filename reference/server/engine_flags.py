@@ -11,7 +11,13 @@ from reference.engine.async_engine import AsyncEngineArgs
 from reference.engine.engine_args import BACKENDS, CHOICES, SPECULATIVE
 from reference.weights.quantization import METHODS
 
-JSON_FLAGS = ("speculative_config", "kv_transfer_config", "kv_events_config", "eplb_config")
+JSON_FLAGS = (
+    "speculative_config",
+    "kv_transfer_config",
+    "kv_events_config",
+    "attention_config",
+    "eplb_config",
+)
 HELP = {
     "tokenizer": "folder or hub name (default: the model's)",
     "dtype": "of weights and activations (default: auto, the checkpoint's)",
@@ -42,6 +48,8 @@ HELP = {
     "quantization": f"of the weights: {', '.join(METHODS)} (default: as the checkpoint has them)",
     "speculative_config": 'who drafts, in JSON: {{"method": "ngram", "num_speculative_tokens": 3}}',
     "kv_cache_dtype": f"{', '.join(CHOICES['kv_cache_dtype'])} (default: {{}})",
+    "attention_config": "prompts multiply codes of an FP8 cache, in JSON: "
+    '{{"use_prefill_query_quantization": true}}',
     "mamba_block_size": "a state is kept after multiples of so many tokens (default: 64)",
     "mamba_ssm_cache_dtype": f"{', '.join(CHOICES['mamba_ssm_cache_dtype'])} (default: {{}})",
     "limit_mm_per_prompt": 'pictures of a prompt: {{"image": 2}} (default: 8)',

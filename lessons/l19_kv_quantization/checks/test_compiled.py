@@ -13,8 +13,8 @@ MAX_SPILL = {
     "int4_decode_bf16_4x128_paged_listed_16_sm100": 24,
     "kivi_decode_bf16_3x64_paged_32_sm100": 24,
 }
-# FP8 attention of heads of 128 keeps what does not change in a loop in memory: 22 numbers a thread.
-SPILLS_OF_PRODUCTS = {"fp8_attention_128_paged": 88}
+# FP8 attention of heads of 128: 16 numbers a thread.
+SPILLS_OF_PRODUCTS = {"fp8_attention_128_paged": 64}
 NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 bytes
 
 
@@ -76,8 +76,8 @@ def test_fp8_attention_multiplies_codes():
         "fp8_attention", spill_bytes=SPILLS_OF_PRODUCTS, loads_128bit=6, matrix=instruction
     ).check(KERNELS)
     (report,) = reports_of(KERNELS, "fp8_attention_128_paged_16", [90])
-    # A tile of V is 128 bytes a thread, 32 words, in each of the two loops; by bytes 256.
-    assert report.census["STS"] <= 128, report.census
+    # A tile of V is 64 bytes a thread, 16 words, in each of the two loops; by bytes 128 stores.
+    assert report.census["STS"] <= 80, report.census
 
 
 @pytest.mark.compiler

@@ -209,8 +209,7 @@ def products_spec(chip: int, head_dim: int, page_size: int = 16, sees=causal) ->
         kernel=f"{ROOM}.activations.attention.kernel:fp8_prefill_kernel",
         name=plain.name.replace("prefill_bf16", "fp8_attention"),
         signature=plain.signature
-        | {"q_ptr": "*fp8e4nv", "k_ptr": "*fp8e4nv", "v_ptr": "*u8"}
-        | dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*bf16"),
+        | {"k_ptr": "*fp8e4nv", "v_ptr": "*u8", "k_scale_ptr": "*bf16", "v_scale_ptr": "*bf16"},
         constexprs=kept | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

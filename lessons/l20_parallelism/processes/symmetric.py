@@ -53,6 +53,7 @@ class SymmetricMemory:
         self.num_bytes = len(buffers[0])
         self.buffers, self.flags, self.timeout_s = buffers, flags, timeout_s
         self.epoch = 0  # barriers of this rank so far
+        self.owner: object = None  # what the buffers last no longer than
         # NumPy's, because a barrier reads them thousands of times
         self._counters = [count.numpy() for count in counters or ()]
 
@@ -138,7 +139,7 @@ def shared_on_cpu(group: Group, num_bytes: int, timeout_s: float = 60.0) -> Symm
 def shared_on_gpus(group: Group, num_bytes: int, device: torch.device) -> SymmetricMemory:
     """Buffers of the GPUs of one machine, one process each, by PyTorch's symmetric memory. Every
     rank of the group has to call it. For the kernels alone: a barrier of the processor would wait
-    for no GPU.
+    for no GPU. No GPU has run this yet.
 
     PyTorch's signal pads are our flags. Its own kernels use them as ours do: 0 while none runs.
     """
@@ -150,7 +151,9 @@ def shared_on_gpus(group: Group, num_bytes: int, device: torch.device) -> Symmet
     ranks, shape = range(group.size), (BLOCKS * group.size,)
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in ranks]
     flags = [handle.get_signal_pad(rank, shape, torch.int32) for rank in ranks]
-    return SymmetricMemory(group, buffers, flags)
+    memory = SymmetricMemory(group, buffers, flags)
+    memory.owner = mine, handle
+    return memory
 
 
 # ---------------------------------------------------------------- two ways to add

@@ -1,4 +1,4 @@
-"""Exercises and what their checks say, in the learner's language: see lessons/toolbox/language.py."""
+"""Exercises and what their checks say, in the learner's language (lessons/toolbox/language.py)."""
 
 from collections.abc import Iterator, Mapping
 

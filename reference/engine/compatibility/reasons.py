@@ -16,7 +16,7 @@ WITHOUT_EFFECT = {
     "LLM.enqueue": {"nothing runs yet, so there is no bar": "use_tqdm"},
     "LLM": {"an answer of LLM does not name its model": "served_model_name"},
     "engine": {
-        ONE_KERNEL: "attention_backend attention_config moe_backend linear_backend kernel_config "
+        ONE_KERNEL: "attention_backend moe_backend linear_backend kernel_config "
         "sparse_indexer_topk_backend dcp_comm_backend mamba_backend "
         "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend "
         "ir_op_priority enable_flashinfer_autotune mm_encoder_attn_backend",
@@ -101,8 +101,8 @@ REFUSED = {
         "an engine keeps its number of processes": "enable_elastic_ep elastic_ep_max_dp_size",
         "tensor parallelism here is that of lesson 20": "enable_hc_sp "
         "enable_batch_sharded_sampling fully_sharded_loras",
-        "replicas step on their own, or all in each step": "dp_sync_interval prefill_schedule_interval "
-        "enable_nccl_comm_suspend",
+        "replicas step on their own, or all in each step": "dp_sync_interval "
+        "prefill_schedule_interval enable_nccl_comm_suspend",
         "all weights are on the device": "cpu_offload_gb cpu_offload_params offload_backend "
         "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
         "blocks are offloaded in one way": "kv_offloading_backend",

@@ -21,6 +21,21 @@ from lessons.toolbox.kernels.triton_ import tl, triton
 
 
 @triton.jit
+def codes_of_rows(x):
+    """What `Float8.quantize` makes of rows x: [M, D]: codes [M, D], and scales [M] in float32. Done
+    here and not before, because no other program has these rows.
+    """
+    wide = x.to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(wide), axis=1), 448.0).to(x.dtype)
+    scale = tl.where(scale == 0.0, 1.0, scale).to(x.dtype).to(tl.float32)
+    ratio = tl.div_rn(wide, tl.zeros_like(wide) + scale[:, None])
+    # Clamped, because a rounded scale may be too small; a NaN stays one.
+    ratio = tl.maximum(ratio, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    ratio = tl.minimum(ratio, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return ratio.to(tl.float8e4nv), scale
+
+
+@triton.jit
 def two_scales(words, kind: tl.constexpr):
     """The scales of dtype `kind` in words of 32 bits, as float32. words: [W] int32 -> [2 · W], or
     [W] if a scale is as wide as a word.
@@ -83,7 +98,6 @@ def channels_in_order(out):
 @triton.jit
 def fp8_prefill_kernel(
     q_ptr,
-    q_scale_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
@@ -113,7 +127,7 @@ def fp8_prefill_kernel(
     SEES: tl.constexpr = causal,
 ):
     """One program: BLOCK_M new tokens of one head of one sequence over all that the sequence holds.
-    q: codes [T, Hq, HEAD_DIM]; q_scale: [T, Hq]; v_ptr: bytes; out: [T, Hq, V_HEAD_DIM], dense.
+    k_ptr: codes; v_ptr: their bytes; out: [T, Hq, V_HEAD_DIM], dense.
     """
     head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     # Backwards, because a sequence's last tile sees most keys (lesson 9).
@@ -128,8 +142,8 @@ def fp8_prefill_kernel(
         token = (start_q + row).to(tl.int64)
         q_row = q_ptr + token[:, None] * stride_qm + head * stride_qh
         q = tl.load(q_row + column, mask=in_chunk[:, None], other=0.0)
-        q_scale = tl.load(q_scale_ptr + token * tl.num_programs(0) + head, mask=in_chunk, other=1.0)
-        q_scale = q_scale.to(tl.float32) * scale_log2e
+        q, q_scale = codes_of_rows(q)
+        q_scale *= scale_log2e
         kv_head = head // GROUP
         k_ptr += kv_head * stride_kh
         v_ptr += kv_head * stride_vh

@@ -1,5 +1,5 @@
-"""Naive: attention by products of E4M3, in PyTorch: what a prompt's queries see of an FP8 cache when q, k, v and the
-weights p all stay in 8 bits.
+"""Naive: attention by products of E4M3, in PyTorch. What a prompt's queries see of an FP8 cache
+when q, k, v and the weights p all stay in 8 bits.
 
     scores[m, n] = q_scale[m] · k_scale[n] · (q_code[m] · k_code[n])
     p[m, n]      = 2^(score − top[m])                                    top: the row's maximum

@@ -1,4 +1,4 @@
-"""Optimized: FP8 attention of prompts over pages of codes: queries become codes, then one kernel.
+"""Optimized: FP8 attention of prompts over pages of codes, the wrapper of kernel.py.
 
 Read `fp8_prefill` beside optimized.py's `quantized_prefill`, which makes 16-bit numbers of codes
 and multiplies those.
@@ -16,7 +16,6 @@ from lessons.l19_kv_quantization.activations.attention.kernel import fp8_prefill
 from lessons.l19_kv_quantization.activations.attention.naive import FP8
 from lessons.l19_kv_quantization.kernels.arguments import check_codes
 from lessons.l19_kv_quantization.kernels.launch import in_whole_words
-from lessons.l19_kv_quantization.optimized import quantize_rows, writes_e4m3
 from lessons.toolbox.kernels.triton_ import triton
 
 PLACES = 16  # keys that change places among themselves; pages hold a multiple of it
@@ -25,7 +24,7 @@ INTERPRETED = Tiles(32, 32)
 # Compute capability -> {largest head size: tiles}, chosen by the compiler (no spills in a loop,
 # shared memory within the chip's limit); for sm_90 also by the time model. None was timed.
 OLDER = {64: Tiles(64, 64, 4, 5), 256: Tiles(64, 64, 8, 4)}  # 99 KiB of shared memory
-CONFIGS = {89: OLDER, 90: {128: Tiles(64, 128, 4, 5), 256: Tiles(64, 64, 8, 4)}, 120: OLDER}
+CONFIGS = {89: OLDER, 90: {128: Tiles(128, 128, 8, 5), 256: Tiles(64, 64, 8, 4)}, 120: OLDER}
 
 
 def products_tiles(chip: int | None, head_dim: int) -> Tiles:
@@ -64,19 +63,6 @@ def check_products(
         )
 
 
-def codes_of_queries(q: Tensor) -> tuple[Tensor, Tensor]:
-    """q: [T, Hq, D] as codes: [T, Hq, D] torch.float8_e4m3fn, with a scale for each token and head:
-    [T, Hq, 1] in q's dtype.
-    """
-    if not writes_e4m3(q.device):
-        codes, scales = FP8.quantize(q)
-    else:
-        codes = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
-        scales = torch.empty(*q.shape[:2], 1, dtype=q.dtype, device=q.device)
-        quantize_rows(FP8, q, codes, scales, torch.arange(len(q), device=q.device))
-    return codes.view(torch.float8_e4m3fn), scales
-
-
 def fp8_prefill(
     q: Tensor,
     k_codes: Tensor,
@@ -110,11 +96,9 @@ def fp8_prefill(
         return out
     if max_seqlen_q is None:
         max_seqlen_q = int(cu_seqlens_q.diff().max())
-    q_codes, q_scales = codes_of_queries(q)
     scales = in_whole_words(k_scales, v_scales)
     fp8_prefill_kernel[num_heads, triton.cdiv(max_seqlen_q, tiles.block_m), len(context_lens)](
-        q_codes,
-        q_scales,
+        q,
         k_codes.view(torch.float8_e4m3fn),
         v_codes,
         out,
@@ -124,7 +108,7 @@ def fp8_prefill(
         *scales,
         (head_dim**-0.5 if softmax_scale is None else softmax_scale) * LOG2_E,
         NO_WINDOW if window is None else window,
-        *q_codes.stride()[:2],
+        *q.stride()[:2],
         *k_codes.stride()[:3],
         *v_codes.stride()[:3],
         block_table.stride(0),
