@@ -158,11 +158,14 @@ def in_turns(model: nn.Module, inputs: Sequence[Tensor], group: Group, line: Lin
     model: layers with a `group`, which has to be one of this process's ranks.
     """
     turns = Turns(len(inputs))
-    has_grad = torch.is_grad_enabled()  # each thread has a switch of its own
+    # Each thread has a switch and a number of its own. With another number of OpenMP threads a
+    # product adds in another order, so its bits differ.
+    has_grad, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
     groups = [TurnGroup(group, number, turns, line) for number in range(len(inputs))]
 
     def run(own: TurnGroup, x: Tensor) -> Tensor:
         own.begin()
+        torch.set_num_threads(num_threads)
         try:
             with torch.set_grad_enabled(has_grad):
                 return on_group(model, own)(x)
