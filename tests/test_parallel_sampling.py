@@ -314,7 +314,7 @@ def test_every_wish_is_sampled_in_the_workers(mesh, how):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["shards", "stages"])
-@pytest.mark.sample(1, of="sampling in workers")
+@pytest.mark.sample(2, of="sampling in workers")
 def test_few_bytes_travel(mesh, tmp_path, seed, monkeypatch):
     """Of every row its token: as many bytes for any vocabulary."""
     shape = FAMILIES["llama"] | dict(vocab_size=4000)
@@ -351,7 +351,7 @@ def test_few_bytes_travel(mesh, tmp_path, seed, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("mesh", MESHES, ids=["shards", "stages"])
-@pytest.mark.sample(1, of="sampling in workers")
+@pytest.mark.sample(2, of="sampling in workers")
 def test_bad_logits_end_their_step_and_no_worker(mesh, temperature, tmp_path):
     model = write_checkpoint(tmp_path, "mixtral", seed=3)  # whose answers have no token 57
     tensors = load_file(tmp_path / "model.safetensors")

@@ -100,7 +100,7 @@ def test_tokens_are_those_of_one_process(family, sizes, how, tmp_path, seed):
     assert len({sum(load.counts) for load in loads.values()}) == 1, "a layer has other pairs"
 
 
-@pytest.mark.sample(1, of="shared experts")
+@pytest.mark.sample(2, of="shared experts")
 def test_random_histories(tmp_path, seed):
     """Requests that come and give up at any step. Who is served gets the tokens of one process."""
     model = write_checkpoint(tmp_path, "qwen2_moe", seed)
@@ -132,7 +132,7 @@ def test_random_histories(tmp_path, seed):
         engine.close()
 
 
-@pytest.mark.sample(1, of="shared experts")
+@pytest.mark.sample(2, of="shared experts")
 def test_readers_in_an_event_loop(tmp_path, seed, monkeypatch):
     """One leaves early, one comes late; and the imbalance is told to who monitors."""
     monkeypatch.setattr(lockstep, "COUNTED_EVERY", 4)
@@ -169,7 +169,7 @@ def test_readers_in_an_event_loop(tmp_path, seed, monkeypatch):
         assert len(tokens) == 16 or index == 1
 
 
-@pytest.mark.sample(1, of="shared experts")
+@pytest.mark.sample(2, of="shared experts")
 def test_structures_beams_and_forks(tmp_path, seed):
     """Through LLM, with a tokenizer."""
     model = write_checkpoint(tmp_path, "mixtral", seed, vocab_size=4096, eos_token_id=0)
@@ -195,7 +195,7 @@ def test_structures_beams_and_forks(tmp_path, seed):
     assert set(found[1][1]) <= set("abcdef;")
 
 
-@pytest.mark.sample(1, of="shared experts")
+@pytest.mark.sample(2, of="shared experts")
 def test_all_tokens_go_to_one_rank(tmp_path, seed):
     """The answers are right, and the loads say so."""
     model = write_checkpoint(tmp_path, "deepseek_v3", seed)

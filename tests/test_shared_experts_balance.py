@@ -66,7 +66,7 @@ def test_tokens_are_those_of_one_process(family, sizes, copies, how, tmp_path, s
         engine.close()
 
 
-@pytest.mark.sample(1, of="balanced experts")
+@pytest.mark.sample(2, of="balanced experts")
 def test_copies_even_out_a_skewed_load(tmp_path, seed):
     model, asked = skewed_checkpoint(tmp_path, seed), requests(seed)
     args = balanced_args(model, copies=2)
@@ -82,7 +82,7 @@ def test_copies_even_out_a_skewed_load(tmp_path, seed):
         engine.close()
 
 
-@pytest.mark.sample(1, of="balanced experts")
+@pytest.mark.sample(2, of="balanced experts")
 def test_a_replica_that_is_not_told_is_seen(tmp_path, seed, monkeypatch):
     begin = lockstep.begin
     monkeypatch.setattr(

@@ -290,7 +290,7 @@ def test_a_layer_is_lesson_6s(name, tokens, tmp_path, seed):
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-@pytest.mark.sample(1, of="shared layers")
+@pytest.mark.sample(2, of="shared layers")
 def test_planted_bugs_are_seen(slip, tmp_path, seed):
     config = load_config(write_checkpoint(tmp_path, "mixtral", seed))
     name = next(iter(FORMS))
