@@ -33,6 +33,12 @@ OF_TOOLBOX = (
 OF_LESSON = "tests/exercises/*_l{0}*.py", "tests/exercises/wrong/l{0}*.py"
 
 
+class MessageWarning(UserWarning):
+    """Messages without a Korean line, or with a stale one. Here and not in the test, because a
+    worker of xdist and its controller have to import it by the same name.
+    """
+
+
 def messages_of(name: str) -> list[Message]:
     """The entries of a catalogue, [] if there is none. name: "toolbox" or "l02"."""
     path = KOREAN / f"{name}.po"

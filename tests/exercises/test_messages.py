@@ -26,10 +26,6 @@ NAMES = [name for name in messages.names() if messages.messages_of(name)]
 LESSONS = [name for name in NAMES if name != messages.TOOLBOX]
 
 
-class MessageWarning(UserWarning):
-    """A line that a catalogue lacks, or has and nothing says."""
-
-
 @pytest.fixture
 def korean(monkeypatch):
     monkeypatch.setenv("INFERENCE_LADDER_LANG", "ko")
@@ -39,7 +35,7 @@ def test_what_is_missing_or_stale_is_listed():
     lines = [f"{name}: stale: {text}" for name in NAMES for text in messages.stale(name)]
     lines += [f"{name}: missing: {text}" for name in NAMES for text in messages.missing(name)]
     if lines:
-        warnings.warn("\n".join(lines), MessageWarning, stacklevel=1)
+        warnings.warn("\n".join(lines), messages.MessageWarning, stacklevel=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
