@@ -39,7 +39,7 @@ def pod(name: str = "deployment") -> dict:
 
 def metrics_of_the_server() -> set[str]:
     """Every name that /metrics shows, without the ends that Prometheus adds."""
-    stats = SimpleNamespace(num_running=0, blocks_by_group={})
+    stats = SimpleNamespace(num_running=0, blocks_by_group={}, expert_imbalance=None)
     info = SimpleNamespace(max_model_len=2048)
     engine = SimpleNamespace(info=info, observers=[], stats=lambda: stats)
     families = Metrics(engine, "tiny").registry.collect()

@@ -107,6 +107,7 @@ LONGER = {"int4_decode_bf16_3x64_paged_16": 2.0}
 # They spill with one version alone, these bytes at most.
 SPILLS = {"paged_mla_fp32_16_sm90": 60, "paged_mla_bf16_128_sm90": 36}
 SPILLS |= {"tree_fp32_4x128_26": 16, "e4m3_row_bf16_32x64": 24, "sparse_mla_bf16_128": 24}
+SPILLS |= {"fp8_attention_64_paged_16": 80, "fp8_attention_256_paged_16": 40}
 # What 3.6 cannot compile.
 REFUSED = []
 
