@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 # lesson 19's, named here so that a cache of plain numbers does not import it
 KV_FORMATS = ("fp8", "int8", "int4")
+ALL2ALL = ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *KV_FORMATS),
     "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "all2all_backend": ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"),
+    "all2all_backend": ALL2ALL,
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
