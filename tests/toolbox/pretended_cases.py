@@ -112,6 +112,7 @@ def test_new_tensors_under_a_device():
     with torch.device(CUDA):
         assert all(x.is_cuda for x in (torch.zeros(2), torch.tensor([1]), torch.arange(3)))
     assert not torch.tensor([1]).is_cuda
+    assert torch.equal(torch.tensor([1], pin_memory=True), torch.tensor([1]))
 
 
 def test_views_share_their_numbers_and_copies_do_not():
