@@ -17,12 +17,9 @@ from tests import (
     number_rules,
     text_rules,
 )
+from tests.warned import AnatomyWarning
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-class AnatomyWarning(UserWarning):
-    """A lesson, or a function of it, lacks a part that others have."""
 
 
 RULES = {
