@@ -8,7 +8,6 @@ writes state.svg, needle.svg, kept.svg and pages.svg beside this file.
 
 import math
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from lessons.l27_states.lab.needle import (
 )
 from lessons.l27_states.lab.windows import draw_pages
 from lessons.l27_states.naive import decayed_linear_attention, gated_delta_rule
-from lessons.toolbox.draw.again import draw_again
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     HALO,
     PALETTE,
@@ -41,7 +40,6 @@ from lessons.toolbox.draw.figure import (
     style,
 )
 
-HERE = Path(__file__).parent
 SIZE = 6
 # What is written: a key in each row of the state, then the first two once more, then nothing new.
 WRITTEN = [0, 1, 2, 3, 4, 5, 0, 1]
@@ -182,12 +180,17 @@ def draw_kept(model: Hybrid = QWEN3_NEXT) -> ClassFigure:
     return fig
 
 
-FIGURES = {"state": draw_state, "needle": draw_needle, "kept": draw_kept, "pages": draw_pages}
+PICTURES: dict[str, Picture] = {
+    "state": (draw_state, None),
+    "needle": (draw_needle, None),
+    "kept": (draw_kept, None),
+    "pages": (draw_pages, None),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw every picture again, beside this file; returns the exit code."""
-    return draw_again(HERE, __doc__, FIGURES, argv)
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":
