@@ -167,7 +167,7 @@ def draw_kept(model: Hybrid = QWEN3_NEXT) -> ClassFigure:
     at = model.kept_bytes(round(even)) / 1e6
     ax.plot([even], [at], "o", color=PALETTE[3], zorder=5)
     ax.annotate(
-        f"{even:,.0f} tokens", (even, at), (6, -18), textcoords="offset points",
+        f"{even:,.0f} tokens", (even, at), (6, -34), textcoords="offset points",
         color=PALETTE[3], fontweight="bold", path_effects=HALO,
     )  # fmt: skip
     ax.set_xscale("log", base=2)
