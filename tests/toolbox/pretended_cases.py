@@ -142,6 +142,7 @@ def test_what_pytorch_makes_in_cpp_lies_on_the_gpu():
         attention(q, q, q, attn_mask=sees.cpu())
     padded = nn.utils.rnn.pad_sequence([q[0, 0], q[0, 0, :1]], batch_first=True)
     assert padded.is_cuda and padded[1, 1:].sum() == 0
+    assert nn.functional.one_hot(torch.tensor([2, 0], device=CUDA), 3).is_cuda
 
 
 def test_numbers_that_are_not_kept(monkeypatch):

@@ -267,6 +267,7 @@ def install() -> None:
     nn.functional.scaled_dot_product_attention = whole(
         aten.scaled_dot_product_attention.default, nn.functional.scaled_dot_product_attention
     )
+    nn.functional.one_hot = whole(aten.one_hot.default, nn.functional.one_hot)
     nn.utils.rnn.pad_sequence = whole(aten.pad_sequence.default, nn.utils.rnn.pad_sequence)
     torch.Tensor.to = moved(torch.Tensor.to)
     torch.Tensor.type_as = lambda self, other: self.to(other)
