@@ -8,29 +8,50 @@ the lessons. Before benchmarks are timed their candidates run once, several less
 that all cores compile. A step that fails or takes too long is recorded, and the next one runs;
 the next run tries it again when all others are done. After every step the files of the output
 folder are whole, so a run that is cut loses only the step under way; the next run skips what is
-finished.
+finished. A step of tests that was cut off goes on with those that had not passed (`cases`), and
+what an earlier run proved stays proved until the new one has ended.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}
     ladder.json            what reference.ladder records
     l02_softmax.json ...   what toolbox.measure.bench records
+    02_equivalence.cases.jsonl ...   of a step that has not passed yet, how each of its tests went
     log.txt                everything that the steps printed
 """
 
 import hashlib
 import json
+import re
 import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from lessons.toolbox.measure.records import write_json
-from lessons.toolbox.proof import record, sanitizer
+from lessons.toolbox.proof import cases, record, sanitizer
 from lessons.toolbox.proof.machine import ROOT, Command, Machine
 from lessons.toolbox.proof.pack import write_pack
-from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, Steps
+from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, Steps, first_of
 
-SHORTEST_S = 5  # a step with less time left than this is not started
+# A step with less time left than this is not started: so long its processes take to import PyTorch
+# and to find their tests, eight at once.
+SHORTEST_S = 15
+PACK_S = 30  # so often the results are packed while steps run
+
+
+TOO_FEW_GPUS = "too few GPUs"
+
+
+def was_cut(entry: dict, kind: str) -> bool:
+    """Whether a step's record says that the run's end cut it off, and not its own limit."""
+    return entry.get("status") == "timeout" and entry["seconds"] < LIMIT_S[kind]
+
+
+def silence(tests: Iterable[cases.Case]) -> str:
+    """The status of a lesson with kernels whose tests passed and proved none."""
+    reasons = [case.reason for case in tests if case.status == "skipped"]
+    needs = reasons and all(re.search(r"NOT RUN: needs \d+ GPUs", reason) for reason in reasons)
+    return TOO_FEW_GPUS if needs else "no kernel recorded"
 
 
 class Run(Steps):
@@ -75,9 +96,12 @@ class Run(Steps):
         return record.WITHOUT_GPU if self.machine.interpreted else ("cuda",)
 
     def everything(self) -> None:
-        """All steps: proofs, then what is quoted most, then the rest."""
-        first = [number for number in HEADLINES if number in self.lessons]
-        rest = [number for number in self.lessons if number not in first]
+        """All steps: proofs, then what is quoted most, then the rest. What was never measured here
+        comes before what has a record of an earlier source.
+        """
+        new = [number for number in self.lessons if not self.is_old(number)]
+        first = [number for number in HEADLINES if number in new]
+        rest = [number for number in first_of(new, self.lessons) if number not in first]
         self.go(self.equivalence(), self.machine.jobs)
         # not beside the tests, because a naive version may take the whole memory for a moment
         self.go(self.warm_ups(first), self.machine.jobs)
@@ -98,6 +122,12 @@ class Run(Steps):
             self.say(f"  {problem}")
         return 1 if self.problems else 0
 
+    def is_old(self, number: str) -> bool:
+        """Whether a lesson has records here, and all of an earlier source."""
+        files = self.out.glob(f"l{number}_*.json")
+        keys = {json.loads(file.read_text(encoding="utf-8")).get("resume") for file in files}
+        return bool(keys) and self.key(self.source(number)) not in keys
+
     # ------------------------------------------------------------ running
 
     def go(self, steps: Iterable[Step], at_once: int = 1) -> None:
@@ -116,8 +146,12 @@ class Run(Steps):
     def run(self, waiting: list[Step], at_once: int) -> None:
         """Run the steps, some at once, until the time is spent."""
         running: list[tuple[Step, Command]] = []
+        packed = time.monotonic()
         try:
             while waiting or running:
+                if time.monotonic() > packed + PACK_S:
+                    packed = time.monotonic()
+                    self.keep()
                 while waiting and len(running) < at_once:
                     running += self.begin(waiting.pop(0))
                 for step, command in list(running):
@@ -134,8 +168,7 @@ class Run(Steps):
         off.
         """
         earlier = self.proof["steps"].get(step.name, {})
-        was_cut = earlier.get("status") == "timeout" and earlier["seconds"] < LIMIT_S[step.kind]
-        return earlier.get("source") == step.source and not was_cut
+        return earlier.get("source") == step.source and not was_cut(earlier, step.kind)
 
     def is_finished(self, step: Step) -> bool:
         """Whether an earlier run finished it with the same source; of a warm-up, what it warms
@@ -186,32 +219,41 @@ class Run(Steps):
         except Exception:
             self.log(traceback.format_exc())
             entry["status"] = "crashed"
-        self.proof["steps"][step.name] = entry
+        earlier = self.proof["steps"].get(step.name, {})
+        if earlier.get("status") != "passed" or not was_cut(entry, step.kind):
+            self.proof["steps"][step.name] = entry
+        if entry["status"] == "passed" and step.cases:
+            step.cases.unlink(missing_ok=True)
         self.proof["steps"] = dict(sorted(self.proof["steps"].items()))
         write_json(self.out / "proof.json", self.proof)
-        if self.pack:
-            write_pack(self.pack, self.out.parent, [self.out])
+        self.keep()
         kernels = f"{entry['seconds']} s, {len(entry.get('kernels', ()))} kernels"
         self.tell(step, entry["status"], ", ".join([kernels, *entry.get("failed", [])[:3]]))
 
     def facts(self, step: Step, status: str, output: str) -> dict:
         """What is recorded of a step besides how it ended; "status" replaces the command's own."""
-        if step.junit is None:
+        if step.cases is None:
             return {}
-        found = record.gathered(record.read(step.junit), self.places)
+        tests = cases.read(step.cases)
+        found = record.gathered(tests, self.places)
         if step.kind in ("engine", "checks"):
             return {"tests": found["tests"], "failed": found["failed"]}
         if step.kind == "equivalence":
             has_kernels = (self.lessons[step.name[:2]] / "lab" / "specs.py").exists()
             silent = status == "passed" and has_kernels and not found["kernels"]
-            return found | ({"status": "no kernel recorded"} if silent else {})
+            return found | ({"status": silence(tests)} if silent else {})
         asked, _ = sanitizer.cases_of(self.proof["steps"], self.lessons)
         missed = set(asked) - set(found["kernels"])
         status, report = sanitizer.judged(status, output, step.kind, missed)
         return {"status": status, "watched": asked, "report": report}
 
+    def keep(self) -> None:
+        """Pack the results, where that was asked for."""
+        if self.pack:
+            write_pack(self.pack, self.out.parent, [self.out])
+
     def tell(self, step: Step, status: str, detail: str) -> None:
-        if status not in ("passed", "finished", "not supported"):
+        if status not in ("passed", "finished", "not supported", TOO_FEW_GPUS):
             self.problems.append(f"{step.name}: {status}")
         self.say(f"{step.name:<20} {status:<10} {detail}")
 
