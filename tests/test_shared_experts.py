@@ -53,6 +53,7 @@ CASES = [
     ("deepseek_v3", (1, 2, 2), {}),
     ("deepseek_v3", (1, 1, 4), dict(speculative_config=NGRAM)),
     ("deepseek_v3", (2, 1, 2), dict(async_scheduling=True)),
+    ("deepseek_v3", (2, 1, 2), dict(decode_context_parallel_size=2, block_size=2)),
     ("gpt_oss", (2, 1, 2), {}),
     ("mixtral", (2, 1, 2), dict(quantization="int8")),
     *(("qwen2_moe", (1, 1, 2), dict(all2all_backend=name)) for name in FORMS),
