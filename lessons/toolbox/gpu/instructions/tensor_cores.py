@@ -20,11 +20,12 @@ from lessons.toolbox.gpu.instructions.memory import address_reader
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
 from lessons.toolbox.gpu.rounding import ROUNDING
 from lessons.toolbox.gpu.threads import WARP
-from lessons.toolbox.gpu.values import from_fp8, pack, unpack, widen
+from lessons.toolbox.gpu.values import from_fp4, from_fp8, pack, unpack, widen
 
 LANE = np.arange(WARP)
 ROW, COLUMN = LANE // 4, LANE % 4  # g and t
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f32": 32}
+BITS["e2m1"] = 4
 
 
 @cache
@@ -66,14 +67,14 @@ def operand_matrix(threads, names, rows: int, columns: int, type_: str, transpos
 
 
 def numbers(bits: np.ndarray, type_: str) -> np.ndarray:
-    """What the bits of an operand mean."""
+    """What the bits of an operand mean. A byte holds two numbers of 4 bits: the last axis grows."""
     if type_ in ("f16", "bf16"):
         return widen(bits, type_)
     if type_ == "tf32":  # the lower 13 bits do not count
         return (bits & np.uint32(0xFFFFE000)).view(np.float32)
     if type_ in ("s8", "u8"):
         return bits.view(np.int8 if type_ == "s8" else np.uint8).astype(np.int64)
-    return from_fp8(bits, type_).reshape(bits.shape)
+    return from_fp4(bits) if type_ == "e2m1" else from_fp8(bits, type_).reshape(bits.shape)
 
 
 def product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
