@@ -117,7 +117,7 @@ BUGS = {  # name: (the text, what it becomes)
         "out_desc.store([start_m, head * HEAD_DIM]",
         "out_desc.store([start_m, (head + 1) % num_heads * HEAD_DIM]",
     ),
-    "a descriptor with a row too few": ("[num_rows, num_columns]", "[num_rows - 1, num_columns]"),
+    "a descriptor with a row too few": ("shape=[num_rows,", "shape=[num_rows - 1,"),
     "the mask is not added to": ("tl.trans(k), scores)", "tl.trans(k))"),
     "acc is not rescaled": ("acc * alpha[:, None])", "acc)"),
     "l is not rescaled": ("l_i * alpha + tl", "l_i + tl"),
