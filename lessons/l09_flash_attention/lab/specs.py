@@ -8,6 +8,7 @@ from lessons.l09_flash_attention.hopper import gluon_flash as hopper
 from lessons.l09_flash_attention.hopper import gluon_fp8
 from lessons.l09_flash_attention.hopper.blackwell import gluon_flash as blackwell
 from lessons.l09_flash_attention.hopper.fp8 import P_SHIFT
+from lessons.l09_flash_attention.hopper.specialized import triton_flash
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
@@ -63,6 +64,37 @@ def flash_spec(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         divisible_by_16=STRIDES,
+        chips=(chip,),
+    )
+
+
+def descriptor_spec(
+    head_dim: int, chip: int, causal: bool = True, tiles: Tiles | None = None
+) -> KernelSpec:
+    """flash_descriptor_kernel, with the tiles that it has for the chip or with others."""
+    tiles = tiles or triton_flash.TILES[chip][head_dim]
+    keys = f"tensordesc<bf16[{tiles.block_n}, {head_dim}]>"
+    return KernelSpec(
+        f"{triton_flash.__name__}:flash_descriptor_kernel",
+        name=f"descriptors_bf16_{head_dim}_{'causal' if causal else 'full'}",
+        signature={
+            **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("k_desc", "v_desc"), keys),
+            "lse_ptr": "*fp32",
+            "num_queries": "i32",
+            "num_keys": "i32",
+            "softmax_scale": "fp32",
+        },
+        constexprs={
+            "CAUSAL": causal,
+            "EDGE": causal,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         chips=(chip,),
     )
 
@@ -220,6 +252,12 @@ KERNELS += [
     for options in (("WINDOW", "SOFTCAP"), ("WINDOW", "SINKS"), ("ALIBI",))
 ]
 KERNELS += [flash_spec("bf16", 128, 90, options=OPTIONS)]
+KERNELS += [
+    descriptor_spec(head_dim, chip, causal)
+    for chip, tiles in triton_flash.TILES.items()
+    for head_dim in tiles
+    for causal in (True, False)
+]
 KERNELS += [fa1_spec(dtype) for dtype in ("bf16", "fp32")] + [fp8_spec(64), fp8_spec(128)]
 GLUON = [(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
 KERNELS += [hopper_spec(*launch) for launch in GLUON]

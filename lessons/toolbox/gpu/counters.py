@@ -97,8 +97,8 @@ class Counts:
 
     def flag(self, threads, what: str, address: int, lanes: np.ndarray, number: int = 0) -> None:
         """Lanes do something to the mbarrier at an address. what: "init" (number: of arrivals),
-        "arrive", "expect" (number: bytes, with an arrival), "copy" (number: bytes to come) or
-        "wait" (number: parity), which has found the phase complete.
+        "arrive" (number: of arrivals a lane), "expect" (number: bytes, with an arrival), "copy"
+        (number: bytes to come) or "wait" (number: parity), which has found the phase complete.
         """
         if threads.programs is self.programs and len(lanes):
             warps, many = np.unique(threads.warp[lanes], return_counts=True)
