@@ -27,6 +27,7 @@ html_css_files = ["book.css"]
 html_js_files = ["book.js"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False  # LICENSE says it
 html_theme_options = {
     "light_css_variables": {
         "font-stack--monospace": "'DejaVu Sans Mono', Menlo, monospace",

@@ -68,9 +68,12 @@ def term(browser: Browser, html: Path, page: str) -> str:
     return said if is_closed else f"still open: {said}"
 
 
-def searched(browser: Browser, html: Path, page: str, word: str) -> list[str]:
-    """Titles of the pages that the search finds for who looks for a word on a page."""
-    tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
+def searched(browser: Browser, html: Path, page: str, word: str) -> dict:
+    """Titles of the pages that the search finds for who looks for a word on a page, and what the
+    console says.
+    """
+    tab, errors = browser.new_page(viewport={"width": WIDTHS[0], "height": 900}), []
+    tab.on("console", lambda said: said.type == "error" and errors.append(said.text))
     tab.goto(f"file://{html.resolve()}/{page}")
     tab.fill("form[role=search] input[name=q]", word)
     tab.press("form[role=search] input[name=q]", "Enter")
@@ -78,7 +81,7 @@ def searched(browser: Browser, html: Path, page: str, word: str) -> list[str]:
     tab.wait_for_timeout(500)
     titles = tab.locator("#search-results ul li a").all_inner_texts()
     tab.close()
-    return titles
+    return {"titles": titles, "errors": errors}
 
 
 def main(chromium: str, html: Path, pages: list[str]) -> dict:

@@ -1,9 +1,9 @@
 /* A definition opens when the pointer or the keyboard rests on the link of a term. */
 (function () {
   "use strict";
-  if (location.protocol === "file:" && window.DOCUMENTATION_OPTIONS) {
+  if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined") {
     // A page that was opened from a folder may not read other pages. So results are titles only.
-    window.DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+    DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false; // of Sphinx, no property of the window
   }
 
   // For readers who listen or have no mouse: captions get a level, both sides of the page a name,
@@ -48,7 +48,9 @@
     other.href = `?${asked}`;
     other.lang = isKorean ? "en" : "ko";
     other.textContent = isKorean ? "Search the English pages" : "한국어 페이지에서 찾기";
-    results.before(other);
+    const line = document.createElement("p");
+    line.append(other);
+    results.after(line);
   }
 
   function place(box, link) {
