@@ -58,7 +58,7 @@ def blocks_that_fit(
 
     def needed(tokens: int) -> int:
         if groups is None:
-            return -(-tokens // args.block_size)
+            return -(-tokens // args.tokens_per_block)
         return groups.most_pages(tokens, args.block_size, args.max_num_batched_tokens)
 
     longest = needed(max_model_len)
@@ -140,8 +140,9 @@ def run_largest_step(
     tokens = args.max_num_batched_tokens
     places = min(args.max_num_seqs, tokens)
     # All own the same blocks, because what is written does not matter, and few are in the way.
-    longest = -(-max_model_len // args.block_size)
-    runner = new_runner(model, longest, args.block_size, max_model_len, args.kv_cache_dtype)
+    size = args.tokens_per_block
+    longest = -(-max_model_len // size)
+    runner = new_runner(model, longest, size, max_model_len, args.kv_cache_dtype)
     counts = [tokens // places + (place < tokens % places) for place in range(places)]
     counts = [min(count, max_model_len) for count in counts]
     chunks = [([0] * count, max_model_len - count) for count in counts]

@@ -19,7 +19,7 @@ GROUPS = {
     "drafts": ("draft", "parallel draft", "ngram", "suffix"),
     "heads": ("medusa", "eagle", "mtp"),
     "adapters": ("LoRA",),
-    "processes": ("tensor parallel", "pipeline parallel", "data parallel"),
+    "processes": ("tensor parallel", "pipeline parallel", "data parallel", "decode context"),
     "prefix cache": ("prefix cache",),
     "offloading": ("offloading",),
     "transfer": ("transfer",),

@@ -25,6 +25,7 @@ from reference.engine.assembly import engine_on, max_model_len_of, new_runner
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
+from reference.engine.parallel_arguments import check_share
 from reference.features.composition import refuse_together
 from reference.parallel.ahead import RemoteAhead
 from reference.parallel.balance import first_placements
@@ -101,8 +102,10 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     # The same on all ranks, so the one with the least memory decides.
     num_blocks = min(talk.ask("blocks_that_fit", max_model_len))
     held = talk.ask("allocate", num_blocks, max_model_len)
-    bytes_per_token = sum(each.bytes_per_token for each in held)
-    pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
+    # A token that ranks share is stored by one of them.
+    shares = args.decode_context_parallel_size
+    bytes_per_token = sum(each.bytes_per_token for each in held) // shares
+    pool = RemotePool(num_blocks, args.tokens_per_block, bytes_per_token)
     _, dtype = default_place(args.device, None if args.dtype == "auto" else args.dtype)
     runner = DistributedRunner(talk, config, pool, max_model_len, held, dtype)
     if (stages := args.pipeline_parallel_size) > 1:
@@ -160,6 +163,8 @@ def config_for(args: EngineArgs) -> ModelConfig:
         args,
         partial(local_config, config, 0, args.tensor_parallel_size, args.enable_expert_parallel),
     )
+    if args.decode_context_parallel_size > 1:
+        check_share(args, config)
     named(
         "pipeline_parallel_size",
         args,

@@ -61,6 +61,8 @@ HELP = {
     "tensor_parallel_size": "shards of each layer (default: {})",
     "pipeline_parallel_size": "stages of layers (default: {})",
     "data_parallel_size": "replicas, which share the requests (default: {})",
+    "decode_context_parallel_size": "shards that share the tokens of a KV head (default: {})",
+    "cp_kv_cache_interleave_size": "neighbours among tokens that stay together (default: {})",
     "enable_expert_parallel": "a shard has whole experts, shared by replicas (default: {})",
     "all2all_backend": f"how rows come to them: {', '.join(CHOICES['all2all_backend'])}",
     "enable_eplb": "place shared experts by their loads (default: {})",
