@@ -1,5 +1,5 @@
-"""A run of `make gpu` that is cut off: what was proved stays, what passed is not run again, and what
-matters most has come first.
+"""A run of `make gpu` that is cut off: what was proved stays, what passed is not run again, and
+what matters most has come first.
 """
 
 import json
