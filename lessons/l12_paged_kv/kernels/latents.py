@@ -90,9 +90,7 @@ class PagedLatentPool(AbsorbedPool):
         return self.numbers_in(latents[table]).flatten(0, 1)
 
     def numbers_in(self, blocks: Tensor) -> Tensor:
-        """The latents that some blocks hold, here as they are: [n, block_size, 1, rank + rope].
-        Lesson 19 stores codes.
-        """
+        """Latents of some blocks, [n, block_size, 1, rank + rope]: as stored, but for codes."""
         return blocks
 
 
