@@ -1,5 +1,5 @@
-"""A run of `make gpu` that is cut off: what was proved stays, what passed is not run again, and what
-matters most has come first.
+"""A run of `make gpu` that is cut off: what was proved stays, what passed is not run again, and
+what matters most has come first.
 """
 
 import json
@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lessons.toolbox.proof import cases, table
+from lessons.toolbox.proof import __main__ as proof
+from lessons.toolbox.proof import cases, plan, table
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import run as proof_run
 from lessons.toolbox.proof import steps as proof_steps
@@ -268,7 +269,7 @@ def test_what_was_never_measured_comes_before_what_was(course, monkeypatch):
     assert not run.is_old("01"), "a run that was cut off goes on in its order"
     for number, is_first in (("01", True), ("02", False)):
         write(course, f"lessons/l{number}_{'copy' if is_first else 'more'}/lab/benchmark.py", "")
-    monkeypatch.setattr(proof_run, "HEADLINES", ("01",))
+    monkeypatch.setattr(proof_steps, "HEADLINES", ("01",))
     monkeypatch.setattr(run, "is_old", lambda number: number == "01")
     monkeypatch.setattr(run, "run", lambda steps, at_once: order.extend(s.name for s in steps))
     run.everything()
@@ -277,6 +278,72 @@ def test_what_was_never_measured_comes_before_what_was(course, monkeypatch):
         "01 benchmark",
     ]
     assert order.index("ladder") < order.index("02 benchmark")
+
+
+def test_what_is_warmed_up_is_measured_next(course, monkeypatch):
+    """A lesson that finds no time is not warmed up before those that do."""
+    numbers = [f"{n:02}" for n in range(1, 6)]
+    for number in numbers:
+        write(course, f"lessons/l{number}_of_many/lab/benchmark.py", "")
+    run = new_run(course, lesson=None)
+    run.lessons = {n: course / f"lessons/l{n}_of_many" for n in numbers}
+    monkeypatch.setattr(proof_steps, "HEADLINES", ("04",))
+    monkeypatch.setattr(proof_steps, "SECOND", ("05",))
+    found = [[step.name for step in steps] for steps, _ in run.phases()]
+    names = ["04"], ["ladder"], ["05"], [], ["01", "02"], ["03"]
+    expected = [[f"{n} {kind}" for n in group]
+                for group in names if group and group != ["ladder"]
+                for kind in ("warm-up", "benchmark")]  # fmt: skip
+    expected.insert(2, ["ladder"])
+    assert [group for group in found if group] == expected
+
+
+def test_what_cannot_go_on_is_not_begun_without_its_time(course):
+    run = new_run(course)
+    for name, status, least_s in (
+        ("ladder", "passed", 70),
+        ("ladder", "failed", 0),
+        ("02 benchmark", "passed", 0),
+    ):
+        run.proof["steps"] = {name: {"status": status, "seconds": 70}}
+        assert run.least_s(proof_steps.Step(name, [], "source")) == least_s
+    run.deadline = time.monotonic() + 60
+    run.proof["steps"] = {"ladder": {"status": "passed", "seconds": 70}}
+    assert run.begin(proof_steps.Step("ladder", [sys.executable], "source")) == []
+
+
+def test_a_plan_of_what_fits(course, monkeypatch):
+    """Seconds as they were measured, else counted, else the limit; two lessons at once."""
+    write(course, "lessons/l01_copy/lab/benchmark.py", "")
+    measured = {"01 equivalence": dict(status="passed", seconds=40, kernels={})}
+    of_gpu = dict(device="NVIDIA H200", interpreted=False, steps=measured)
+    write(course, "results/h200/proof.json", json.dumps(of_gpu))
+    jobs = [SimpleNamespace(chip=chip) for chip in (80, 90, 90)]
+    kernels = {"02/k": table.Kernel("", jobs, HASH)}
+    monkeypatch.setattr(table, "kernels", lambda root: kernels)
+    bench = SimpleNamespace(providers=range(3), x_values=range(4))
+    monkeypatch.setattr(plan.bench, "load_benchmarks", lambda number, root: [bench, bench])
+    monkeypatch.setattr(plan.timing, "BUDGET_S", 0.4)
+    steps = new_run(course, lesson=None)
+    said = list(plan.plan(steps, plan.Estimates(course), 300))
+    second_s = plan.START_S + 2 * plan.LAUNCH_S
+    bench_s = plan.START_S + 24 * (0.4 * 9 / 8 + plan.CHECK_S)
+    end = 40 + 240
+    assert said[:4] == [
+        f"{second_s:6.0f} s  02 equivalence       fits     {second_s:.0f} s predicted",
+        f"{40:6.0f} s  01 equivalence       fits     40 s measured",
+        f"{end:6.0f} s  ladder               fits     at most 240 s",
+        f"{end + 120:6.0f} s  01 warm-up           cut off  at most 120 s",
+    ]
+    assert said[4] == "for later runs: 01 benchmark, 01 checks, 02 checks"
+    latest = end + 120 + bench_s + proof_steps.LIMIT_S["checks"]
+    assert said[5].endswith(f"after {latest:.0f} s at the latest")
+
+
+def test_the_plan_of_this_course(capsys):
+    assert proof.main(["plan", "--budget-minutes", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "12 equivalence       fits" in said and "for later runs:" in said
 
 
 def test_the_engine_has_the_processes_of_all_lessons(course):

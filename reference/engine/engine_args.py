@@ -26,7 +26,7 @@ ALL2ALL = ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
-    "kv_cache_dtype": ("auto", *KV_FORMATS),
+    "kv_cache_dtype": ("auto", *KV_FORMATS, "fp8_ds_mla"),
     "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
     "all2all_backend": ALL2ALL,
 }
@@ -83,7 +83,8 @@ class EngineArgs:
     there are none. quantization: weights in fewer bits while they are loaded, a name of
     reference.weights.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the
     model's own dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head;
-    vLLM's longer names of these are read too. attention_config: whether prompts multiply codes of
+    vLLM's longer names of these are read too; "fp8_ds_mla": DeepSeek's latents in FP8, their rotary
+    values as they are. attention_config: whether prompts multiply codes of
     an FP8 cache, a dict of vLLM's keys. mamba_block_size: tokens between kept states, None: 64;
     mamba_ssm_cache_dtype: of all states. speculative_config: who drafts tokens and how many, a dict
     of vLLM's keys. limit_mm_per_prompt: {"image": the most pictures of a prompt}; None: 8.

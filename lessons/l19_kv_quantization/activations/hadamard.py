@@ -115,9 +115,9 @@ def rotate_kernel(
         left_ptr + a[:, None] * A + a[None, :], mask=is_a[:, None] & is_a[None, :], other=0.0
     )
     rows = tl.dot(x, right, input_precision="ieee")  # [A, B] float32: every row of the tile
-    if PRECISION == "tf32":
-        # It keeps as many bits as float16, and drops the others. Half of the last bit is added, so
-        # that they are rounded. NaN stays out, because its bits might become another number's.
+    if out_ptr.dtype.element_ty == tl.float16:
+        # tf32 keeps as many bits as float16, and drops the others. Half of the last bit is added,
+        # so that they are rounded. NaN stays out: its bits might become another number's.
         rounded = (rows.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
         rows = tl.where(rows == rows, rounded, rows)
     tile = tl.dot(left.to(tl.float32), rows, input_precision=PRECISION)

@@ -3,13 +3,14 @@ step.
 
 Steps, in this order: of every lesson the tests that record a proof or need a GPU (several lessons
 at once, since nothing is timed there), the benchmarks that the front page is about, the ladder,
-the engine's tests, the other benchmarks (one at a time), compute-sanitizer, all other tests of
-the lessons. Before benchmarks are timed their candidates run once, several lessons at once, so
-that all cores compile. A step that fails or takes too long is recorded, and the next one runs;
-the next run tries it again when all others are done. After every step the files of the output
-folder are whole, so a run that is cut loses only the step under way; the next run skips what is
-finished. A step of tests that was cut off goes on with those that had not passed (`cases`), and
-what an earlier run proved stays proved until the new one has ended.
+the benchmarks of kernels that were only predicted, the engine's tests, the other benchmarks (one
+at a time), compute-sanitizer, all other tests of the lessons. Before benchmarks are timed their
+candidates run once, several lessons at once, so that all cores compile. A step that fails or takes
+too long is recorded, and the next one runs; the next run tries it again when all others are done.
+After every step the files of the output folder are whole, so a run that is cut loses only what is
+under way; the next run skips what is finished. A step of tests that was cut off goes on with those
+that had not passed (`cases`), and what an earlier run proved stays proved until the new one has
+ended.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}
@@ -19,8 +20,6 @@ what an earlier run proved stays proved until the new one has ended.
     log.txt                everything that the steps printed
 """
 
-import hashlib
-import json
 import re
 import time
 import traceback
@@ -31,7 +30,7 @@ from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.proof import cases, record, sanitizer
 from lessons.toolbox.proof.machine import ROOT, Command, Machine
 from lessons.toolbox.proof.pack import write_pack
-from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, Steps, first_of
+from lessons.toolbox.proof.steps import LIMIT_S, Step, Steps
 
 # A step with less time left than this is not started: so long its processes take to import PyTorch
 # and to find their tests, eight at once.
@@ -77,15 +76,6 @@ class Run(Steps):
         self.later: list[Step] = []  # steps that failed in an earlier run
         self.out.mkdir(parents=True, exist_ok=True)
         device = machine.fingerprint["device"]
-        self.proof = {"device": device, "interpreted": machine.interpreted, "steps": {}}
-        if machine.chip:
-            self.proof["chip"] = machine.chip
-        if (file := out / "proof.json").exists():
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-            is_alike = earlier["interpreted"] == machine.interpreted
-            is_alike &= earlier.get("chip") == machine.chip
-            if is_alike and not earlier.get("rehearsed"):
-                self.proof["steps"] = earlier["steps"]
         self.say(f"{device}: lessons {' '.join(lessons)}; {budget_s:.0f} s; into {out}")
 
     @property
@@ -96,23 +86,9 @@ class Run(Steps):
         return record.WITHOUT_GPU if self.machine.interpreted else ("cuda",)
 
     def everything(self) -> None:
-        """All steps: proofs, then what is quoted most, then the rest. What was never measured here
-        comes before what has a record of an earlier source.
-        """
-        new = [number for number in self.lessons if not self.is_old(number)]
-        first = [number for number in HEADLINES if number in new]
-        rest = [number for number in first_of(new, self.lessons) if number not in first]
-        self.go(self.equivalence(), self.machine.jobs)
-        # not beside the tests, because a naive version may take the whole memory for a moment
-        self.go(self.warm_ups(first), self.machine.jobs)
-        self.go(self.benchmarks(first))
-        self.go(self.ladder())
-        self.go(self.engine())
-        self.go(self.warm_ups(rest), self.machine.jobs)
-        self.go(self.benchmarks(rest))
-        for tool in sanitizer.CLEAN:
-            self.go(self.watch(tool))
-        self.go(self.checks(), self.machine.jobs)
+        """All steps, in their order."""
+        for steps, at_once in self.phases():
+            self.go(steps, at_once)
         self.go_again()
 
     def close(self) -> int:
@@ -121,12 +97,6 @@ class Run(Steps):
         for problem in self.problems:
             self.say(f"  {problem}")
         return 1 if self.problems else 0
-
-    def is_old(self, number: str) -> bool:
-        """Whether a lesson has records here, and all of an earlier source."""
-        files = self.out.glob(f"l{number}_*.json")
-        keys = {json.loads(file.read_text(encoding="utf-8")).get("resume") for file in files}
-        return bool(keys) and self.key(self.source(number)) not in keys
 
     # ------------------------------------------------------------ running
 
@@ -184,13 +154,21 @@ class Run(Steps):
     def begin(self, step: Step) -> list[tuple[Step, Command]]:
         """The step and its command under way; nothing if no time is left."""
         left_s = self.deadline - time.monotonic()
-        if left_s < SHORTEST_S:
+        if left_s < max(SHORTEST_S, self.least_s(step)):
             self.tell(step, "no time left", "run again to go on here")
             return []
         limit_s = self.limit_s(step, left_s)
         output = self.scratch / f"{step.name}.log"
         environment = self.environment(step)
         return [(step, Command(step.command, limit_s, self.root, output, **environment))]
+
+    def least_s(self, step: Step) -> float:
+        """Seconds without which the step is of no use: as long as it took before, if it cannot go
+        on where it was cut off.
+        """
+        earlier = self.proof["steps"].get(step.name, {})
+        is_whole = step.kind in ("ladder", *sanitizer.CLEAN) and earlier.get("status") == "passed"
+        return earlier["seconds"] if is_whole else 0.0
 
     def limit_s(self, step: Step, left_s: float) -> float:
         """Seconds after which the step is ended."""
@@ -268,11 +246,7 @@ class Run(Steps):
             file.write(text.rstrip("\n") + "\n")
 
     def watch(self, tool: str) -> Iterable[Step]:
-        """A few cases of every kernel that passed, watched by compute-sanitizer."""
-        kernels, tests = sanitizer.cases_of(self.proof["steps"], self.lessons)
-        if kernels and self.machine.sanitizer is None:
+        """As in Steps, and why not."""
+        if self.machine.sanitizer is None:
             self.say(f"{tool:<20} not run    compute-sanitizer is not installed")
-        elif kernels:
-            source = hashlib.sha256(json.dumps(kernels).encode()).hexdigest()[:16]
-            watched = sanitizer.command(self.machine.sanitizer, tool, kernels, self.lessons)
-            yield self.testing(tool, tests, source, watched=watched)
+        return super().watch(tool)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
 
-from lessons.toolbox.proof import table
+from lessons.toolbox.proof import sanitizer, table
 from lessons.toolbox.proof.machine import ROOT, Machine, rooms, source_hash
 
 # on a GPU, where a kernel may hang
@@ -32,10 +32,13 @@ HANGS_S = 120
 ENGINE_TESTS = ("tests/engine_gpu_cases.py", "tests/test_engine.py", "tests/test_llm.py")
 # Whose tests compile the most, by a rehearsal. They begin first, because then all cores end
 # together.
-MOST_VARIANTS = ("12", "07", "18", "09", "08", "19", "17", "23", "10")
+MOST_VARIANTS = ("12", "19", "23", "27", "02", "07", "18", "09", "08", "17", "16", "10")
 # Whose figures the front page and the guides are about: flash attention, split-KV decoding, pages,
 # the cache, fusion, quantized weights.
 HEADLINES = ("09", "10", "12", "03", "07", "18")
+# Then those of kernels whose times are only predicted: sparse attention, states, experts, caches in
+# FP8, drafts, transfers of pages.
+SECOND = ("28", "27", "23", "19", "16", "26")
 # A benchmark with this in its environment runs each candidate once.
 ONCE = {"TIMED_ONCE": "1"}
 
@@ -62,9 +65,52 @@ class Steps:
 
     def __init__(self, machine: Machine, out: Path, lessons: dict[str, Path], root: Path = ROOT):
         self.machine, self.out, self.lessons, self.root = machine, out, lessons, root
-        self.proof: dict = {"steps": {}}
+        self.proof = {"device": machine.fingerprint.get("device"), "steps": {}}
+        self.proof["interpreted"] = machine.interpreted
+        if machine.chip:
+            self.proof["chip"] = machine.chip
+        if (file := out / "proof.json").exists():
+            earlier = json.loads(file.read_text(encoding="utf-8"))
+            is_alike = earlier["interpreted"] == machine.interpreted
+            is_alike &= earlier.get("chip") == machine.chip
+            if is_alike and not earlier.get("rehearsed"):
+                self.proof["steps"] = earlier["steps"]
         self.scratch = Path(mkdtemp(prefix="proof-"))
         atexit.register(shutil.rmtree, self.scratch, ignore_errors=True)
+
+    def phases(self) -> Iterable[tuple[Iterable[Step], int]]:
+        """(steps, how many at once), in order: proofs, then what is quoted most, then the rest.
+        What was never measured here comes before what has a record of an earlier source.
+        """
+        jobs = self.machine.jobs
+        new = [number for number in self.lessons if not self.is_old(number)]
+        first, second = ([n for n in names if n in new] for names in (HEADLINES, SECOND))
+        rest = [n for n in first_of(new, self.lessons) if n not in (*first, *second)]
+        yield self.equivalence(), jobs
+        yield from self.measured(first)
+        yield self.ladder(), 1
+        yield from self.measured(second)
+        yield self.engine(), 1
+        yield from self.measured(rest)
+        for tool in sanitizer.CLEAN:
+            yield self.watch(tool), 1
+        yield self.checks(), jobs
+
+    def measured(self, numbers: list[str]) -> Iterable[tuple[Iterable[Step], int]]:
+        """The phases of their benchmarks. So many lessons at once are warmed up as the machine can,
+        and then measured, because one that finds no time was warmed up for nothing. Not beside the
+        tests, because a naive version may take the whole memory for a moment.
+        """
+        jobs = self.machine.jobs
+        for at in range(0, len(numbers), jobs):
+            yield self.warm_ups(numbers[at : at + jobs]), jobs
+            yield self.benchmarks(numbers[at : at + jobs]), 1
+
+    def is_old(self, number: str) -> bool:
+        """Whether a lesson has records here, and all of an earlier source."""
+        files = self.out.glob(f"l{number}_*.json")
+        keys = {json.loads(file.read_text(encoding="utf-8")).get("resume") for file in files}
+        return bool(keys) and self.key(self.source(number)) not in keys
 
     def equivalence(self) -> Iterable[Step]:
         """Of each lesson the tests that record proofs or need a GPU (`proof.first`). Lessons with
@@ -170,6 +216,14 @@ class Steps:
             number = step.name.split()[0]
             command = [*self.bench(number), "--out", str(self.scratch / "warm-up")]
             yield Step(f"{number} warm-up", command, step.source, None, ONCE)
+
+    def watch(self, tool: str) -> Iterable[Step]:
+        """A few cases of every kernel that passed, watched by compute-sanitizer."""
+        kernels, tests = sanitizer.cases_of(self.proof["steps"], self.lessons)
+        if kernels and self.machine.sanitizer:
+            source = hashlib.sha256(json.dumps(kernels).encode()).hexdigest()[:16]
+            watched = sanitizer.command(self.machine.sanitizer, tool, kernels, self.lessons)
+            yield self.testing(tool, tests, source, watched=watched)
 
     def bench(self, number: str) -> list[str]:
         """The command that measures a lesson."""
