@@ -42,6 +42,7 @@ CASES = [
     ("deepseek_v3", {}, (4, 4, 1), dict(enable_expert_parallel=True)),
     ("deepseek_v3", {}, (4, 2, 1), dict(preemption_mode="swap", cp_kv_cache_interleave_size=2)),
     ("deepseek_v3", {}, (2, 2, 1), dict(kv_cache_dtype="fp8")),
+    ("deepseek_v3", {}, (2, 2, 1), dict(kv_cache_dtype="fp8_ds_mla")),
 ]
 
 

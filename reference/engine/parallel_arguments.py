@@ -27,8 +27,6 @@ def check_context(args: EngineArgs) -> None:
     args.require(INTERLEAVE, fits, f"a divisor of block_size, {args.block_size}")
     fits = dcp == 1 or args.kv_transfer_config is None
     args.require(DCP, fits, "1 with kv_transfer_config, whose blocks have all tokens of a head")
-    fits = dcp == 1 or args.kv_cache_dtype != "fp8_ds_mla"
-    args.require(DCP, fits, "1 with kv_cache_dtype fp8_ds_mla; fp8 can be shared")
 
 
 def check_rows(args: EngineArgs) -> None:

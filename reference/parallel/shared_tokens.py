@@ -254,13 +254,12 @@ class SharedLatentPool(SharedTokens, PagedLatentPool):
 
 
 def rung_over_share(rung: Rung, share: TokenShare, kv_cache_dtype: str) -> Rung:
-    """The rung with the pool of a rank that has some of the tokens. Codes of a cache become numbers
-    before they are read, because lesson 19's kernels return no log-sum-exp.
-    """
-    has_latents = issubclass(getattr(rung.cache, "func", rung.cache), PagedLatentPool)
-    if kv_cache_dtype == "auto":
-        return replace(rung, cache=partial(SharedLatentPool if has_latents else SharedPool, share))
-    from reference.parallel.shared_codes import SharedCodesPool, SharedLatentCodesPool
+    """The rung with the pool of a rank that has some of the tokens."""
+    made = rung.cache if isinstance(rung.cache, partial) else partial(rung.cache)
+    if kv_cache_dtype != "auto":
+        from reference.parallel.shared_codes import shared_codes
 
-    kind = SharedLatentCodesPool if has_latents else SharedCodesPool
-    return replace(rung, cache=partial(kind, share, *rung.cache.args))
+        kind = shared_codes(made.func)
+    else:
+        kind = SharedLatentPool if issubclass(made.func, PagedLatentPool) else SharedPool
+    return replace(rung, cache=partial(kind, share, *made.args))
