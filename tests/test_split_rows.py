@@ -11,6 +11,7 @@ from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l20_parallelism.processes.mesh import Mesh, new_links
 from reference.parallel.worker import StageRunner
+from tests import composition_cases
 from tests.parallel_cases import (
     answers,
     parallel_engine,
@@ -54,6 +55,31 @@ def test_tokens_are_those_of_one_process(family, size, how, tmp_path, seed):
     finally:
         engine.close()
     assert answers(got) == answers(want)
+
+
+BESIDE = [
+    "LoRA",
+    "int8",
+    "AWQ",
+    "MXFP4",
+    "draft",
+    "ngram",
+    "swap",
+    "async",
+    "structured",
+    "beams",
+    "MoE",
+    "MLA",
+]
+
+
+@pytest.mark.parametrize("feature", [*BESIDE, "fp8 KV", "prefix cache", "chunked prefill", "n > 1"])
+@pytest.mark.sample(1, of="split rows")
+def test_beside_another_feature(feature, monkeypatch):
+    """What composition promises of tensor parallelism."""
+    cut = composition_cases.ARGUMENTS["tensor parallel"] | ROWS
+    monkeypatch.setitem(composition_cases.ARGUMENTS, "tensor parallel", cut)
+    composition_cases.check(frozenset({feature, "tensor parallel"}))
 
 
 def sent(world, name: str, seed: int) -> dict:

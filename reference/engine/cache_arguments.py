@@ -127,12 +127,12 @@ def read_by_kernels(args: EngineArgs, model: Decoder, tree: Tree | None) -> bool
     """
     if args.kv_cache_dtype == "auto":
         return True
+    shares = args.decode_context_parallel_size > 1
     if args.kv_cache_dtype == "fp8_ds_mla":
         from lessons.l19_kv_quantization.kernels.latents.pool import RowKernelPool, row_pool_of
 
-        return row_pool_of(model) is RowKernelPool
-    is_plain = tree is None and args.decode_context_parallel_size == 1
-    return model.config.mla is None and is_plain
+        return row_pool_of(model) is RowKernelPool and not shares
+    return model.config.mla is None and tree is None and not shares
 
 
 def check_events(args: EngineArgs) -> None:

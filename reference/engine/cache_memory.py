@@ -16,7 +16,6 @@ import torch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import step_batch
 from lessons.toolbox.model.config import ModelConfig
-from reference.engine.cache_arguments import cache_dtype_of
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model_runner import ModelRunner
 
@@ -80,9 +79,11 @@ def blocks_that_fit(
 
 def bytes_per_token(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> int:
     """K and V of one token in all layers. itemsize: bytes of a number in the model's dtype."""
-    kv_cache_dtype = cache_dtype_of(config, kv_cache_dtype)
     if kv_cache_dtype == "auto":
         return config.kv_bytes_per_token(itemsize)
+    from reference.engine.cache_arguments import cache_dtype_of  # here: a plain cache asks nothing
+
+    kv_cache_dtype = cache_dtype_of(config, kv_cache_dtype)
     if kv_cache_dtype == "fp8_ds_mla":
         from lessons.l19_kv_quantization.kernels.latents.naive import row_bytes_of
 

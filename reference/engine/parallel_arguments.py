@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lessons.toolbox.model.arguments import is_whole, refuse
+from lessons.toolbox.model.arguments import is_whole
 
 if TYPE_CHECKING:
-    from lessons.toolbox.model.config import ModelConfig
     from reference.engine.engine_args import EngineArgs
 
 DCP, INTERLEAVE = "decode_context_parallel_size", "cp_kv_cache_interleave_size"
@@ -28,8 +27,6 @@ def check_context(args: EngineArgs) -> None:
     args.require(INTERLEAVE, fits, f"a divisor of block_size, {args.block_size}")
     fits = dcp == 1 or args.kv_transfer_config is None
     args.require(DCP, fits, "1 with kv_transfer_config, whose blocks have all tokens of a head")
-    fits = dcp == 1 or args.kv_cache_dtype != "fp8_ds_mla"
-    args.require(DCP, fits, "1 with kv_cache_dtype fp8_ds_mla; fp8 can be shared")
 
 
 def check_rows(args: EngineArgs) -> None:
@@ -40,26 +37,8 @@ def check_rows(args: EngineArgs) -> None:
     is_read = (isinstance(config, dict) or is_whole(config, 0, 3)) and isinstance(passes, dict)
     args.require("compilation_config", is_read, accepted)
     if args.splits_rows:
-        pp, tokens = args.pipeline_parallel_size, args.shares_experts
         where = 'with compilation_config {"pass_config": {"enable_sp": True}}'
         accepted = f"1 {where}, because a stage hands on all rows"
-        args.require("pipeline_parallel_size", pp == 1, accepted)
+        args.require("pipeline_parallel_size", args.pipeline_parallel_size == 1, accepted)
         accepted = f"1 {where} and enable_expert_parallel, where shards cut the rows already"
-        args.require("data_parallel_size", not tokens, accepted)
-
-
-def check_share(args: EngineArgs, config: ModelConfig) -> None:
-    """Whether ranks would hold copies of a KV head, and can share its tokens. config: of the whole
-    model. Raises ValueError.
-    """
-    dcp, tp = args.decode_context_parallel_size, args.tensor_parallel_size
-    heads = 1 if config.mla is not None else config.num_key_value_heads
-    copies = tp // heads
-    if not copies or copies % dcp:
-        of = "MLA's latent" if config.mla is not None else f"each of {heads} KV heads"
-        accepted = f"a divisor of {max(copies, 1)}, the ranks of {tp} that have {of}"
-        refuse(DCP, dcp, accepted)
-    if any(config.sliding_windows):
-        refuse(DCP, dcp, "1 for a model with sliding windows, whose tokens are too near to share")
-    if config.has_score_rules:
-        refuse(DCP, dcp, "1 for a model whose scores have a soft-cap or sinks")
+        args.require("data_parallel_size", not args.shares_experts, accepted)
