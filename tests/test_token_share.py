@@ -16,11 +16,12 @@ from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH, paged_batch
 from lessons.l12_paged_kv.optimized import LESSON_12
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.launch import RankError, run_ranks
+from lessons.l20_parallelism.shards.decode_context import numbers_sent
 from lessons.toolbox.measure.device import has_triton
 from lessons.toolbox.model.config import ModelConfig
 from lessons.toolbox.proof.planted import with_bug
 from reference.parallel import shared_tokens
-from reference.parallel.shared_tokens import TokenShare, kernel_states, torch_states
+from reference.parallel.shared_tokens import SharedPool, TokenShare, kernel_states, torch_states
 
 CONFIG = ModelConfig("llama", 61, 48, 1, 12, 1, 8, 64, 96)
 SHARES = [(1, 1, 4), (2, 1, 4), (2, 2, 4), (2, 4, 4), (3, 1, 2), (3, 2, 6), (4, 1, 2), (4, 2, 2)]
@@ -149,6 +150,35 @@ def test_shared_tokens_give_whole_attention(size, seed):
 @pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
 def test_kernels_give_whole_attention(seed):
     assert largest_error(2, [(2, 1, 4), (2, 2, 4)], seed, True) < 1e-5
+
+
+def sent(world, seed: int) -> list[dict]:
+    """Bytes that go into each collective, of each step."""
+    share, found = TokenShare(world, 1), []
+    part, how = replace(CONFIG, num_attention_heads=6), dict(max_context_len=64)
+    pool = SharedPool(share, part, NUM_BLOCKS, 8, LESSON_12_TORCH, torch.float64, **how)
+    draw = torch.Generator().manual_seed(seed)
+    for chunks in ([([1] * 9, 0), ([1] * 20, 0)], [([1], 9), ([1], 20)]):
+        batch = paged_batch(chunks, 8, [[4, 2], [1, 0, 5]])
+        total = len(batch.tokens)
+        q, k, v = (torch.randn(total, heads, 8, generator=draw).double() for heads in (6, 1, 1))
+        world.wire.clear()
+        pool.attending(batch)(0, q, k, v)
+        found.append(dict(world.wire.bytes))
+    return found
+
+
+@pytest.mark.sample(2, of="bugs of shared tokens")
+def test_what_is_sent(seed):
+    """A prompt sends K and V of its own blocks, not as many as the longest prompt; a single query
+    what lesson 20 counts.
+    """
+    numbers = numbers_sent(2, 6, 8, 8, 2)
+    for prompts, singles in run_ranks(2, sent, seed):
+        assert prompts == {"all_gather": 8 * (2 + 3) * 4 * 16}
+        # a gather's input goes to one other rank, and half of what is scattered
+        assert singles["all_gather"] == 8 * (numbers["q"] + numbers["lse"])
+        assert singles["reduce_scatter"] == 8 * 2 * numbers["out"]
 
 
 BUGS = {

@@ -25,6 +25,7 @@ from lessons.l12_paged_kv.runner import (
 )
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
+from reference.engine.cache_arguments import cache_dtype_of
 from reference.engine.packed import packed
 
 if TYPE_CHECKING:  # features are imported where one is asked for
@@ -223,6 +224,7 @@ def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
 
         return hybrid_rung(kv_cache_dtype)
     rung = paged_rung_of(model)
+    kv_cache_dtype = cache_dtype_of(model.config, kv_cache_dtype)
     if kv_cache_dtype != "auto":
         from lessons.l19_kv_quantization.runner import quantized_rung_of
 

@@ -165,6 +165,10 @@ def config_for(args: EngineArgs) -> ModelConfig:
     )
     if args.decode_context_parallel_size > 1:
         check_share(args, config)
+    if args.splits_rows:
+        from lessons.l20_parallelism.shards.sequence import check_chain
+
+        named("compilation_config", args, partial(check_chain, config))
     named(
         "pipeline_parallel_size",
         args,

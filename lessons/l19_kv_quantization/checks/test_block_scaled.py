@@ -3,7 +3,6 @@ sm_100 and on a Blackwell GPU; planted bugs are caught.
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,13 +19,18 @@ from lessons.l19_kv_quantization.activations.block_scaled.operands import (
     in_rows,
 )
 from lessons.l19_kv_quantization.activations.w4a4 import nvfp4_tokens
-from lessons.l19_kv_quantization.lab import specs
+from lessons.l19_kv_quantization.checks.block_scaled_cases import (
+    DEVICE,
+    MXFP4,
+    NVFP4,
+    WRONG,
+    check,
+    hold,
+    random_operand,
+)
 from lessons.toolbox.gpu.faults import Fault
-from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import compiled_chip, default_device
+from lessons.toolbox.measure.device import compiled_chip
 from lessons.toolbox.proof.numerics import NotEquivalent
-
-DEVICE = default_device()
 
 
 @pytest.fixture
@@ -44,23 +48,6 @@ def compiled_on_cpu(blackwell_or_cpu):
 
 
 # ---------------------------------------------------------------- operands
-
-
-def random_operand(rows: int, columns: int, scale_type: torch.dtype, seed: int) -> BlockScaled:
-    """Any codes, and scales of which neighbours differ much."""
-    random = torch.Generator().manual_seed(seed)
-
-    def drawn(low, high, *shape):
-        return torch.randint(low, high, shape, generator=random).to(torch.uint8)
-
-    codes = drawn(0, 256, rows, columns // 2)
-    if scale_type == torch.uint8:
-        scales = drawn(120, 135, rows, columns // 32)
-    else:  # from 2^−9 to 448
-        scales = drawn(1, 127, rows, columns // 16).view(scale_type)
-    row_scale = torch.rand(rows, generator=random) + 0.5
-    parts = (x.to(DEVICE) for x in (codes, in_atoms(scales), row_scale))
-    return BlockScaled(*parts)
 
 
 def test_atoms_are_cublas_layout():
@@ -99,25 +86,6 @@ def test_weights_are_those_of_lesson_18(seed):
 # ---------------------------------------------------------------- equal to the product of numbers
 
 
-def check(kernel, a: BlockScaled, b: BlockScaled, block_n: int = 128) -> None:
-    """Raises NotEquivalent unless kernel(a, b, block_n) is the product of the numbers."""
-    hold(kernel(a, b, block_n), a, b)
-
-
-def hold(found: torch.Tensor, a: BlockScaled, b: BlockScaled) -> None:
-    """Codes times scales are exact in float32, and so are their products. Left are K additions and
-    three products with row scales in float32, and one rounding to bfloat16. Raises NotEquivalent.
-    """
-    left, right = naive.dequantize(a), naive.dequantize(b)
-    exact = left @ right.T
-    bound = (a.shape[1] + 3) * 2.0**-24 * (left.abs() @ right.abs().T) + 2.0**-8 * exact.abs()
-    gap = (found.double() - exact).abs() - 1.001 * bound
-    if found.shape != exact.shape or not bool((gap <= 0).all()):
-        worst = divmod(int(gap.nan_to_num(torch.inf).argmax()), exact.shape[1])
-        raise NotEquivalent("E1", f"{worst} is {found[worst]}, not {exact[worst]}")
-
-
-NVFP4, MXFP4 = torch.float8_e4m3fn, torch.uint8
 SHAPES = [  # tokens, outputs, inputs
     (1, 8, 32),
     (128, 128, 256),
@@ -233,8 +201,11 @@ BUGS = {
         "",
         RACE,
     ),
-    "the phase of the codes never turns": ("i // STAGES & 1)\n        tcgen05", "0)\n        tcgen05",
-                                           r""),
+    "the phase of the codes never turns": (
+        "i // STAGES & 1)\n        tcgen05",
+        "0)\n        tcgen05",
+        r"",
+    ),
     "stages are never free": ("        tcgen05_commit(free.index(stage))\n", "", WAITS),
     "a stage is filled again at once": (
         "        mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)\n",
@@ -286,32 +257,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
     assert not said or isinstance(caught.value, Fault)
 
 
-def other_nibbles(x: BlockScaled) -> BlockScaled:
-    """The second of two neighbours in the lower half of a byte."""
-    return replace(x, codes=x.codes << 4 | x.codes >> 4)
-
-
-def not_swizzled(x: BlockScaled) -> BlockScaled:
-    """Atoms that hold 4 scales of row 0, then of row 1, …"""
-    rows, each = 128 * x.atoms.shape[0], 4 * x.atoms.shape[1]
-    plain = in_rows(x.atoms, rows, each).view(torch.uint8).view(-1, 128, each // 4, 4)
-    return replace(x, atoms=plain.permute(0, 2, 1, 3).reshape(x.atoms.shape).view(x.atoms.dtype))
-
-
-def atoms_down_the_rows(x: BlockScaled) -> BlockScaled:
-    """The next atom is that of the next 128 rows, not of the next 4 scales."""
-    stored = x.atoms.view(torch.uint8)
-    turned = stored.transpose(0, 1).reshape(stored.shape).view(x.atoms.dtype)
-    return replace(x, atoms=turned)
-
-
-def row_scale_of_the_neighbour(x: BlockScaled) -> BlockScaled:
-    return replace(x, row_scale=x.row_scale.roll(1))
-
-
-@pytest.mark.parametrize(
-    "wrong", [other_nibbles, not_swizzled, atoms_down_the_rows, row_scale_of_the_neighbour]
-)
+@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.sample(1)
 def test_an_operand_in_another_order_is_caught(wrong, seed, blackwell_or_cpu):
     for scale_type in (NVFP4, MXFP4):
@@ -320,22 +266,3 @@ def test_an_operand_in_another_order_is_caught(wrong, seed, blackwell_or_cpu):
         for given in ((wrong(a), b), (a, wrong(b))):
             with pytest.raises(NotEquivalent):
                 hold(gluon_matmul.block_scaled_matmul(*given), a, b)
-
-
-# ---------------------------------------------------------------- the compiler
-
-
-@pytest.mark.compiler
-def test_the_compiler_keeps_scales_and_products_on_the_tensor_core():
-    """No spills, no number made by a warp: the products are of 4 bits (OMMA), four a step; scales
-    are copied by UTCCP, an atom each.
-    """
-    reports = check_all(spec for spec in specs.KERNELS if spec.name.startswith("block_scaled"))
-    for report in reports:
-        if (report.error or "").startswith("not run"):
-            pytest.skip(report.error)
-        assert report.fits, report
-        assert report.matrix_instruction == "UTCOMMA" and report.tma_instructions, report
-        assert report.census["UTCOMMA"] == 4, report
-        per_row = 4 if "nvfp4" in report.name else 2
-        assert report.census["UTCCP"] == per_row * (1 + int(report.name[-3:]) // 128), report

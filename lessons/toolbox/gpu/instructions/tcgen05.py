@@ -124,6 +124,8 @@ def from_shared(threads, flight: Flight, descriptors, which: int) -> np.ndarray:
     where = operand_chunks(descriptor, width, rows, shape.depth, type_, turned)
     each = np.repeat(lanes, where[0].size)
     places = threads.shared.places(threads, where.reshape(-1), 16, each)
+    if threads.counts:
+        threads.counts.matrix_read(threads, 16 * where[0].size, len(lanes))
     agent = threads.clocks.agent("the tensor core")
     flight.shared.append((each, threads.shared.note_read_beside(threads, places, 16, each, agent)))
     return operand_numbers(threads, where, lanes, type_, turned)

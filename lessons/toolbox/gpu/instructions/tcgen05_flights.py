@@ -26,8 +26,8 @@ def no_cells(lanes: np.ndarray) -> np.ndarray:
 @dataclass
 class Flight:
     """Products, or copies of scales, of one instruction. lanes: the threads that started them;
-    known: what their warps knew then (`clocks`); shape: of a product, None for a copy; shared: marks
-    of what they read in shared memory; reads, writes: cells of tensor memory, [lanes, N].
+    known: what their warps knew then (`clocks`); shape: of a product, None for a copy; shared:
+    marks of what they read in shared memory; reads, writes: cells of tensor memory, [lanes, N].
     """
 
     lanes: np.ndarray
@@ -87,7 +87,9 @@ def check_written(threads, flight: Flight, cells, chosen: np.ndarray, what: str)
 
 
 def check_unread(threads, flight: Flight, cells: np.ndarray) -> None:
-    """Raises Fault if someone may still read what the lanes are about to write. cells: [lanes, N]."""
+    """Raises Fault if another agent may still read what the lanes are about to write. cells:
+    [lanes, N].
+    """
     each = np.repeat(flight.lanes, cells.shape[1])
     warp, cta = threads.warp_of_program[each], threads.cta[each]
     threads.tensor.cells.after_reads(threads, cells.reshape(-1), cta, warp, each)
