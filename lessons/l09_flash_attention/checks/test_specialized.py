@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lessons.l09_flash_attention import tiles
 from lessons.l09_flash_attention.checks import gluon_cases, specialized_cases
 from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, with_bug
 from lessons.l09_flash_attention.hopper.specialized import triton_flash
@@ -137,7 +136,7 @@ BUGS = {  # name: (the text, what it becomes)
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.sample(3)
 def test_a_bug_planted_in_the_specialized_kernel_is_caught(bug, tmp_path, seed):
-    kernel = with_bug(triton_flash, tiles, *BUGS[bug], tmp_path).flash_attention_specialized
+    kernel = with_bug(triton_flash, (), *BUGS[bug], tmp_path).flash_attention_specialized
     scale = 1 if chip_of(DEVICE) is None else 4  # tiles have 32 rows in the interpreter, else 128
     with pytest.raises(NotEquivalent):
         for num_queries, num_keys, causal in [(70, 100, True), (60, 33, True), (40, 75, False)]:
