@@ -250,7 +250,7 @@ def shown_by(kernel, seed: int) -> None:
 @pytest.mark.sample(1)
 def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
     old, new, said = BUGS[bug]
-    kernel = with_bug(gluon_matmul, tiles, old, new, tmp_path).block_scaled_matmul
+    kernel = with_bug(gluon_matmul, (tiles,), old, new, tmp_path).block_scaled_matmul
     with pytest.raises(NotEquivalent) as caught:
         shown_by(kernel, seed)
     assert re.search(said, str(caught.value)), caught.value
