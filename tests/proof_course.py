@@ -1,4 +1,4 @@
-"""A tiny course of its own for tests of the proof machinery, and runs over it on a pretended GPU."""
+"""A tiny course for tests of the proof machinery, and runs over it on a pretended GPU."""
 
 import json
 import shutil

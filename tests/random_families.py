@@ -400,8 +400,9 @@ def check_logits(theirs: PreTrainedModel, ours: Decoder, prompts: list[list[int]
 
 
 def choosing_all_experts(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config, changed: a token goes to every expert. Where it goes to a few, rounding to 16 bits
-    may choose others, in one of the models and not in the other, and one draw of about 150 fails.
+    """The config, changed: a token goes to every expert. Where it goes to a few, rounding to 16
+    bits may choose others, in one of the models and not in the other, and one draw of about 150
+    fails.
     """
     if hasattr(config, "n_routed_experts"):
         config.num_experts_per_tok, config.topk_group = config.n_routed_experts, config.n_group

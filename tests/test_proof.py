@@ -245,7 +245,7 @@ def test_the_tests_of_a_lesson_shared_by_two_processes_record_the_same(course, c
 
 def test_two_runs_at_once_do_not_read_each_others_reports(course):
     """A folder of reports that they shared had one run miss the kernels of the other."""
-    machine = SimpleNamespace(workers=1, interpreted=False, fingerprint={})
+    machine = SimpleNamespace(workers=1, interpreted=False, fingerprint={}, chip=None)
     runs = [proof_steps.Steps(machine, course / name, {}, course) for name in "ab"]
     for watched in ([], ["compute-sanitizer"]):
         steps = [one.testing("02 equivalence", ["tests"], "", watched=watched) for one in runs]

@@ -1,5 +1,5 @@
-"""A run of `make gpu` that is cut off: what was proved stays, what passed is not run again, and what
-matters most has come first.
+"""A run of `make gpu` that is cut off: what was proved stays, what passed is not run again, and
+what matters most has come first.
 """
 
 import json
@@ -152,6 +152,7 @@ def test_all_that_was_missing_may_have_passed(course, capsys):
 @pytest.mark.sample(3, of="processes")
 def test_a_test_that_hangs_costs_one_process_of_several(course, capsys, monkeypatch):
     monkeypatch.setattr(proof_steps, "HANGS_S", 4)
+    monkeypatch.setitem(proof_steps.LIMIT_S, "equivalence", 100)
     write(course, ROOM, WAITS)
     _, said, steps = gpu(course, capsys, tool=False, lesson="02", workers=2)
     step = steps["02 equivalence"]

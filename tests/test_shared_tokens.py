@@ -42,6 +42,7 @@ CASES = [
     ("deepseek_v3", {}, (4, 4, 1), dict(enable_expert_parallel=True)),
     ("deepseek_v3", {}, (4, 2, 1), dict(preemption_mode="swap", cp_kv_cache_interleave_size=2)),
     ("deepseek_v3", {}, (2, 2, 1), dict(kv_cache_dtype="fp8")),
+    ("deepseek_v3", {}, (2, 2, 1), dict(kv_cache_dtype="fp8_ds_mla")),
 ]
 
 
@@ -167,8 +168,8 @@ TRANSFER = dict(kv_connector="TcpConnector", kv_role="kv_producer")
 @pytest.mark.parametrize(
     "family, changes, sizes, how, said",
     [
-        ("llama", {}, (2, 2), {}, f"{DCP}2; accepted: a divisor of 1, the ranks of 2 that have"),
-        ("llama", {}, (4, 4), {}, f"{DCP}4; accepted: a divisor of 2, the ranks of 4 that have"),
+        ("llama", {}, (2, 2), {}, f"{DCP}2; dcp: got 2; accepted: a divisor of 1, the"),
+        ("llama", {}, (4, 4), {}, f"{DCP}4; dcp: got 4; accepted: a divisor of 2, the"),
         ("llama", {}, (4, 3), {}, f"{DCP}3; accepted: a divisor of tensor_parallel_size, 4"),
         ("llama", {}, (1, 2), {}, f"{DCP}2; accepted: a divisor of tensor_parallel_size, 1"),
         ("llama", {}, (4, 0), {}, f"{DCP}0; accepted: a whole number, 1"),
@@ -179,8 +180,14 @@ TRANSFER = dict(kv_connector="TcpConnector", kv_role="kv_producer")
             dict(cp_kv_cache_interleave_size=3),
             "cp_kv_cache_interleave_size: got 3; accepted: a divisor of block_size, 4",
         ),
-        ("gpt_oss", WINDOWS, (4, 2), {}, f"{DCP}2; accepted: 1 for a model with sliding windows"),
-        ("gpt_oss", {}, (4, 2), {}, f"{DCP}2; accepted: 1 for a model whose scores have"),
+        (
+            "gpt_oss",
+            WINDOWS,
+            (4, 2),
+            {},
+            f"{DCP}2; model: got 'gpt_oss'; accepted: one without sliding",
+        ),
+        ("gpt_oss", {}, (4, 2), {}, f"{DCP}2; model: got 'gpt_oss'; accepted: one without a soft"),
         (
             "llama",
             ONE_HEAD,

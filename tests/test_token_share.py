@@ -168,9 +168,9 @@ def sent(world, seed: int) -> list[dict]:
     return found
 
 
-@pytest.mark.sample(1, of="bugs of shared tokens")
+@pytest.mark.sample(2, of="bugs of shared tokens")
 def test_what_is_sent(seed):
-    """A prompt sends K and V of its own blocks, not of the longest prompt's for each; a single query
+    """A prompt sends K and V of its own blocks, not as many as the longest prompt; a single query
     what lesson 20 counts.
     """
     numbers = numbers_sent(2, 6, 8, 8, 2)

@@ -118,16 +118,26 @@ def share_of(links: Links, interleave: int, group) -> TokenShare:
 
 
 def generated(
-    world, sizes, prompts, limits, group=RecordedGroup, graphs=Noted, interleave=0, shares=share_of
+    world,
+    sizes,
+    prompts,
+    limits,
+    group=RecordedGroup,
+    graphs=Noted,
+    interleave=0,
+    shares=share_of,
+    splits_rows=False,
 ):
     """What a rank does: (the tokens of each prompt, how many sequences each replay had).
-    interleave: of shards that share the tokens of one KV head; 0: they do not.
+    interleave: of shards that share the tokens of one KV head; 0: they do not. splits_rows: whether
+    they have some rows each between their sums.
     """
     links, share, config = new_links(Mesh(*sizes)), None, CONFIG
     links.tensor = group(links.tensor.members, links.tensor.rank, links.tensor.handle)
     if interleave:
         share, config = shares(links, interleave, group), ONE_HEAD
-    runner = StageRunner(links, fused(shard(new_model(config), links)), 30, 4, 24, share=share)
+    model, how = fused(shard(new_model(config), links)), dict(splits_rows=splits_rows)
+    runner = StageRunner(links, model, 30, 4, 24, share=share, **how)
     for slots in runner.pool.tensors:
         slots.fill_(torch.nan)  # no row may be read that was not written
     runner.pool.ops = LESSON_12 if share is None else sharing(LESSON_12, share, kernel_states, 4)
@@ -149,7 +159,7 @@ def generated(
             new[row] = [token]
             outputs[row].append(token)
     # three numbers a row, and no logits
-    if links.is_last_stage and links.tensor.size > 1 and share is None:
+    if links.is_last_stage and links.tensor.size > 1 and not (share or splits_rows):
         assert links.tensor.wire.bytes["all_gather"] == 12 * sum(limits)
     assert runner.pool.k_slots[:, -1].isnan().all(), "a row of padding was written"
     return outputs, getattr(runner.captured, "replays", None)
@@ -160,19 +170,26 @@ def asked():
     return prompts, [5, 2, 6]
 
 
-def shared(world, sizes, prompts, limits, interleave, **how):
-    return generated(world, sizes, prompts, limits, interleave=interleave, **how)
+def shared(world, sizes, prompts, limits, how):
+    return generated(world, sizes, prompts, limits, **how)
 
 
-@pytest.mark.parametrize("sizes, interleave", [((2, 1), 1), ((2, 1), 2), ((2, 2), 1)], ids=str)
+SHARED = [
+    ((2, 1), dict(interleave=1)),
+    ((2, 1), dict(interleave=2)),
+    ((2, 2), dict(interleave=1)),
+    ((2, 1), dict(splits_rows=True)),
+    ((2, 1), dict(splits_rows=True, interleave=1)),
+]
+
+
+@pytest.mark.parametrize("sizes, how", SHARED, ids=str)
 @pytest.mark.sample(1, of="captured workers")
-def test_shared_tokens_are_replayed(sizes, interleave, seed):
+def test_shared_tokens_and_split_rows_are_replayed(sizes, how, seed):
     """Which slot is a rank's, and how many tokens it has, are found inside the graph."""
     prompts, limits = asked()
-    want = alone(new_model(ONE_HEAD), prompts, limits)
-    for outputs, replays in run_ranks(
-        sizes[0] * sizes[1], shared, sizes, prompts, limits, interleave
-    ):
+    want = alone(new_model(ONE_HEAD if "interleave" in how else CONFIG), prompts, limits)
+    for outputs, replays in run_ranks(sizes[0] * sizes[1], shared, sizes, prompts, limits, how):
         assert outputs == want
         assert replays == [3, 2, 2, 2, 1]
 

@@ -243,16 +243,14 @@ def new_runner(
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
     and so do experts that cannot be grouped, because Python asks their router which ones to run. So
-    do quantized latents, and trees or shared tokens over a quantized cache, because no kernel reads
-    them: they become numbers first. And states in float64, which have no kernels.
+    does a cache that no kernel reads, and states in float64, which have no kernels.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False
     from lessons.l11_cuda_graphs.optimized import can_be_captured
+    from reference.engine.cache_arguments import read_by_kernels
 
-    by_kernels = model.config.mla is None and tree is None
-    by_kernels &= args.decode_context_parallel_size == 1
-    is_read = args.kv_cache_dtype == "auto" or by_kernels
+    is_read = read_by_kernels(args, model, tree)
     is_read &= model.config.state is None or model.dtype.itemsize <= 4
     return is_read and can_be_captured(model)
 

@@ -39,6 +39,10 @@ def blocks_that_fit(
     with blocks of its own. Of a model that is a stage of a pipeline its layers count. Raises
     ValueError if memory does not hold one such sequence.
     """
+    if args.kv_cache_dtype == "fp8_ds_mla":
+        from lessons.l19_kv_quantization.kernels.latents.naive import rows_of
+
+        rows_of(model.config, model.dtype)  # is refused without latents
     if args.num_gpu_blocks_override:
         # As many bytes in groups, so what fits into blocks of all layers always fits.
         return args.num_gpu_blocks_override * (1 if groups is None else len(groups.windows))
@@ -77,6 +81,13 @@ def bytes_per_token(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> 
     """K and V of one token in all layers. itemsize: bytes of a number in the model's dtype."""
     if kv_cache_dtype == "auto":
         return config.kv_bytes_per_token(itemsize)
+    from reference.engine.cache_arguments import cache_dtype_of  # here: a plain cache asks nothing
+
+    kv_cache_dtype = cache_dtype_of(config, kv_cache_dtype)
+    if kv_cache_dtype == "fp8_ds_mla":
+        from lessons.l19_kv_quantization.kernels.latents.naive import row_bytes_of
+
+        return config.num_kv_layers * row_bytes_of(config, itemsize)
     from lessons.l19_kv_quantization.formats import FORMATS, kv_bytes_per_token
 
     return kv_bytes_per_token(config, FORMATS[kv_cache_dtype], itemsize)

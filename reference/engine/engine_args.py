@@ -26,7 +26,7 @@ ALL2ALL = ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
-    "kv_cache_dtype": ("auto", *KV_FORMATS),
+    "kv_cache_dtype": ("auto", *KV_FORMATS, "fp8_ds_mla"),
     "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
     "all2all_backend": ALL2ALL,
 }
@@ -83,7 +83,8 @@ class EngineArgs:
     there are none. quantization: weights in fewer bits while they are loaded, a name of
     reference.weights.quantization; None: as the checkpoint has them. kv_cache_dtype: "auto", the
     model's own dtype, or "fp8" (E4M3), "int8" or "int4", with a scale for each token and KV head;
-    vLLM's longer names of these are read too. attention_config: whether prompts multiply codes of
+    vLLM's longer names of these are read too; "fp8_ds_mla": DeepSeek's latents in FP8, their rotary
+    values as they are. attention_config: whether prompts multiply codes of
     an FP8 cache, a dict of vLLM's keys. mamba_block_size: tokens between kept states, None: 64;
     mamba_ssm_cache_dtype: of all states. speculative_config: who drafts tokens and how many, a dict
     of vLLM's keys. limit_mm_per_prompt: {"image": the most pictures of a prompt}; None: 8.
@@ -99,6 +100,8 @@ class EngineArgs:
     among the tokens that stay together.
     enable_expert_parallel: a shard has some experts whole instead of a strip of each; with replicas
     all of them share the experts, and all2all_backend says how rows travel.
+    compilation_config: vLLM's; {"pass_config": {"enable_sp": True}} has an effect: between two sums
+    each shard has some rows of a step.
     enable_eplb: such experts are placed by their loads, with copies of busy ones, as eplb_config
     says, a dict of vLLM's keys: reference.engine.expert_arguments.
     distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp"
@@ -150,6 +153,7 @@ class EngineArgs:
     cp_kv_cache_interleave_size: int = 1
     enable_expert_parallel: bool = False
     all2all_backend: str = "allgather_reducescatter"
+    compilation_config: dict | int | None = None
     enable_eplb: bool = False
     eplb_config: "EPLBConfig | dict | None" = None
     distributed_executor_backend: str | None = None
@@ -232,6 +236,13 @@ class EngineArgs:
         return self.block_size * self.decode_context_parallel_size
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether each shard has some rows between the sums."""
+        config = self.compilation_config
+        passes = config.get("pass_config") if isinstance(config, dict) else None
+        return bool(passes and passes.get("enable_sp"))
+
+    @property
     def has_workers(self) -> bool:
         """Whether the model lies in processes of its own."""
         sizes = [getattr(self, name) for name in SIZES]
@@ -263,25 +274,15 @@ class EngineArgs:
             from reference.features.kv_transfer.config import check_elsewhere
 
             check_elsewhere(self)
-        if self.decode_context_parallel_size > 1 or self.cp_kv_cache_interleave_size > 1:
-            from reference.engine.parallel_arguments import check_context
+        shares = self.decode_context_parallel_size, self.cp_kv_cache_interleave_size
+        if shares != (1, 1) or self.compilation_config is not None:
+            from reference.engine.parallel_arguments import check_parallel
 
-            check_context(self)
-        if not (self.batch_invariant or method):
-            return
-        from reference.features.composition import refuse_together  # here: few ask for these
+            check_parallel(self)
+        if self.batch_invariant or method:
+            from reference.features.composition import check_apart  # here: few ask for these
 
-        def together(name: str, one: str, other: str | None, accepted: str) -> None:
-            if getattr(self, name) and other:
-                refuse_together(name, getattr(self, name), one, other, accepted)
-
-        workers = "processes" if self.has_workers else None
-        where = "where the model is in other processes (…_parallel_size)"
-        together("batch_invariant", "batch invariant", workers, f"False {where}")
-        together("batch_invariant", "batch invariant", method, "False with speculative_config")
-        together("async_scheduling", "async", method, "False with speculative_config")
-        if method:
-            together("speculative_config", method, workers, f"None {where}")
+            check_apart(self, method)
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":

@@ -225,8 +225,9 @@ def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
     rung = paged_rung_of(model)
     if kv_cache_dtype != "auto":
         from lessons.l19_kv_quantization.runner import quantized_rung_of
+        from reference.engine.cache_arguments import cache_dtype_of
 
-        rung = quantized_rung_of(model, kv_cache_dtype)
+        rung = quantized_rung_of(model, cache_dtype_of(model.config, kv_cache_dtype))
     # by its operations, because a quantized cache is another rung with the same ones
     if runs_trees and rung.kernels is PAGED.kernels:
         from lessons.l17_tree_speculation.optimized import LESSON_17

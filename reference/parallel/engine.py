@@ -25,7 +25,6 @@ from reference.engine.assembly import engine_on, max_model_len_of, new_runner
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import default_place, load_tokenizer
-from reference.engine.parallel_arguments import check_share
 from reference.features.composition import refuse_together
 from reference.parallel.ahead import RemoteAhead
 from reference.parallel.balance import first_placements
@@ -164,7 +163,15 @@ def config_for(args: EngineArgs) -> ModelConfig:
         partial(local_config, config, 0, args.tensor_parallel_size, args.enable_expert_parallel),
     )
     if args.decode_context_parallel_size > 1:
-        check_share(args, config)
+        from reference.parallel.shared_tokens import check_share  # here: few engines share
+
+        name = "decode_context_parallel_size"
+        sizes = args.tensor_parallel_size, args.decode_context_parallel_size
+        named(name, args, partial(check_share, config, *sizes))
+    if args.splits_rows:
+        from lessons.l20_parallelism.shards.sequence import check_chain
+
+        named("compilation_config", args, partial(check_chain, config))
     named(
         "pipeline_parallel_size",
         args,

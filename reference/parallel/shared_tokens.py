@@ -40,7 +40,9 @@ from lessons.l12_paged_kv.kernels.latents import PagedLatentPool
 from lessons.l12_paged_kv.kernels.stand_ins import work_list
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
-from lessons.l20_parallelism.shards.decode_context import merged
+from lessons.l20_parallelism.shards.decode_context import check_context_size, merged
+from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
 
 # (q: [B, H, D], k_cache: [blocks, block_size, 1, D], v_cache, batch, softmax_scale) -> out: [B, H,
@@ -88,6 +90,17 @@ class TokenShare:
         of_all = self.group.all_gather(rows[None], dim=0)  # [P, W, block_size, ...]
         turns = of_all.unflatten(2, (size // self.interleave, self.interleave))
         return turns.movedim(0, 2).reshape(-1, size, *rows.shape[2:])  # from [W, turns, P, I, ...]
+
+
+def check_share(config: ModelConfig, tp: int, dcp: int) -> None:
+    """Raise ValueError unless `dcp` neighbours of `tp` shards would hold copies of a KV head, and
+    all of its tokens are read alike. config: of the whole model.
+    """
+    check_context_size(config, tp, dcp)
+    if any(config.sliding_windows):
+        refuse("model", config.model_type, "one without sliding windows")
+    if config.has_score_rules:
+        refuse("model", config.model_type, "one without a soft-cap and without sinks")
 
 
 def new_share(args: EngineArgs, links: Links) -> TokenShare:
@@ -241,13 +254,12 @@ class SharedLatentPool(SharedTokens, PagedLatentPool):
 
 
 def rung_over_share(rung: Rung, share: TokenShare, kv_cache_dtype: str) -> Rung:
-    """The rung with the pool of a rank that has some of the tokens. Codes of a cache become numbers
-    before they are read, because lesson 19's kernels return no log-sum-exp.
-    """
-    has_latents = issubclass(getattr(rung.cache, "func", rung.cache), PagedLatentPool)
-    if kv_cache_dtype == "auto":
-        return replace(rung, cache=partial(SharedLatentPool if has_latents else SharedPool, share))
-    from reference.parallel.shared_codes import SharedCodesPool, SharedLatentCodesPool
+    """The rung with the pool of a rank that has some of the tokens."""
+    made = rung.cache if isinstance(rung.cache, partial) else partial(rung.cache)
+    if kv_cache_dtype != "auto":
+        from reference.parallel.shared_codes import shared_codes
 
-    kind = SharedLatentCodesPool if has_latents else SharedCodesPool
-    return replace(rung, cache=partial(kind, share, *rung.cache.args))
+        kind = shared_codes(made.func)
+    else:
+        kind = SharedLatentPool if issubclass(made.func, PagedLatentPool) else SharedPool
+    return replace(rung, cache=partial(kind, share, *made.args))

@@ -52,12 +52,24 @@ class Held(NamedTuple):
 
 class StageRunner(ModelRunner):
     """A ModelRunner over a part of a model. The stages before it and its shards have to run,
-    too. share: which tokens of the cache are here (TokenShare); None: all.
+    too. share: which tokens of the cache are here (TokenShare); None: all. splits_rows: whether
+    each shard has some rows between the sums.
     """
 
-    def __init__(self, links: Links, *args, share: "TokenShare | None" = None, **arguments):
+    def __init__(
+        self,
+        links: Links,
+        *args,
+        share: "TokenShare | None" = None,
+        splits_rows: bool = False,
+        **arguments,
+    ):
         self.links, self.share = links, share
         super().__init__(*args, **arguments)
+        if splits_rows:
+            from lessons.l20_parallelism.shards.sequence import sequence_parallel
+
+            self.model = sequence_parallel(self.model, links)
 
     def rung_of_pool(self, rung: Rung, kv_cache_dtype: str) -> Rung:
         """As in ModelRunner."""
@@ -133,7 +145,8 @@ class Worker:
 
     def new_runner(self, *args, **arguments) -> ModelRunner:
         """Of this rank's part."""
-        return StageRunner(self.links, *args, share=self.share, **arguments)
+        how = dict(share=self.share, splits_rows=self.args.splits_rows)
+        return StageRunner(self.links, *args, **how, **arguments)
 
     # ------------------------------------------------------------ a step
 

@@ -211,10 +211,12 @@ def mean_of_many(kernel) -> float:
 
 
 def test_sums_are_added_in_two_levels(tmp_path, hopper_or_cpu):
-    """A tile's sum loses a few units of 2^-13. One sum for all tiles loses more with each."""
+    """A tile's sum loses little. One sum for all tiles loses more with each: 0.66 % of the mean of
+    1280 numbers.
+    """
     two = mean_of_many(KERNEL)
     one = mean_of_many(planted("one level of sums", tmp_path))
-    assert 0 <= two < 5e-4 and one > 3 * two, (two, one)
+    assert abs(two) < 1e-4 and 0.0061 < one < 0.0071, (two, one)
 
 
 # ---------------------------------------------------------------- planted bugs
@@ -238,8 +240,7 @@ ONE_LEVEL = re.compile(
 # name: (the text, what it becomes, what the error says; "" where only the numbers show it)
 BUGS = {
     "keys of v in the order of their arrival": ("sort_keys(rows).to(", "rows.to(", r""),
-    "weights in the order of their keys": (
-        "    x = sort_keys(p)  # a word's", "    x = p  # a word's", r""),
+    "weights in another order than v's keys": ("[p0, p1, p2, p3]", "[p0, p2, p1, p3]", r""),
     "neighbours of v's keys swapped": ("0x6420", "0x4602", r""),
     "even and odd columns swapped": ("gl.join(even, odd)", "gl.join(odd, even)", r""),
     "columns in the order of v's rows": ("out = columns_in_order(", "out = (", r""),

@@ -136,9 +136,11 @@ BUGS = {  # name: (the text, what it becomes)
 @pytest.mark.sample(3)
 def test_a_bug_planted_in_the_specialized_kernel_is_caught(bug, tmp_path, seed):
     kernel = with_bug(triton_flash, tiles, *BUGS[bug], tmp_path).flash_attention_specialized
+    scale = 1 if chip_of(DEVICE) is None else 4  # tiles have 32 rows in the interpreter, else 128
     with pytest.raises(NotEquivalent):
         for num_queries, num_keys, causal in [(70, 100, True), (60, 33, True), (40, 75, False)]:
-            proved(*inputs(num_queries, num_keys, 2, 1, seed=seed), causal, kernel=kernel)
+            given = inputs(scale * num_queries, scale * num_keys, 2, 1, seed=seed)
+            proved(*given, causal, kernel=kernel)
 
 
 def test_the_rows_that_the_compiler_counts_twice(seed, another_process):
@@ -256,7 +258,10 @@ def test_what_the_compiler_refuses(what, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     changes, types, said = REFUSED[what]
     (report,) = compiled(changed_spec(tmp_path, changes, types))
-    assert report.error and said in report.error, report
+    if types and "3.6" in report.compiler:  # it copies 128 rows to where there is room for 64
+        assert report.warp_specialized and report.error is None, report
+    else:
+        assert report.error and said in report.error, report
 
 
 @pytest.mark.compiler

@@ -87,7 +87,11 @@ class PagedLatentPool(AbsorbedPool):
 
     def rows_of(self, latents: Tensor, table: Tensor) -> Tensor:
         """The tokens of these blocks, in their order: [len(table) · block_size, 1, rank + rope]."""
-        return latents[table].flatten(0, 1)
+        return self.numbers_in(latents[table]).flatten(0, 1)
+
+    def numbers_in(self, blocks: Tensor) -> Tensor:
+        """Latents of some blocks, [n, block_size, 1, rank + rope]: as stored, but for codes."""
+        return blocks
 
 
 @triton.jit

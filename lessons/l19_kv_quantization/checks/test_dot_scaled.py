@@ -72,7 +72,8 @@ def test_the_compiler_keeps_scales_and_products_on_the_tensor_core():
     """No spills, no number made by a warp: the products are of 4 bits (OMMA), four a step; scales
     are copied by UTCCP, an atom each. tl.dot_scaled has its first step outside of the loop.
     """
-    for report in check_all(block_scaled_specs.KERNELS):
+    specs = [spec for spec in block_scaled_specs.KERNELS if "scaled" in spec.name]
+    for report in check_all(specs):
         if (report.error or "").startswith("not run"):
             pytest.skip(report.error)
         assert report.fits, report

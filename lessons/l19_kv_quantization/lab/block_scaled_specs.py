@@ -1,9 +1,10 @@
 """The block-scaled products as they are launched (see specs.py)."""
 
-from lessons.l19_kv_quantization.activations.block_scaled import dot_scaled
+from lessons.l19_kv_quantization.activations.block_scaled import dot_scaled, tokens
 from lessons.l19_kv_quantization.activations.block_scaled import gluon_matmul as gluon
 from lessons.l19_kv_quantization.activations.block_scaled.operands import ROWS, SCALES
 from lessons.toolbox.kernels.compile_check import KernelSpec
+from lessons.toolbox.kernels.triton_ import triton
 
 ROOM = "lessons.l19_kv_quantization.activations.block_scaled"
 # name -> (Triton's type of the scales, numbers that share one)
@@ -67,9 +68,30 @@ def dot_scaled_spec(name: str, block_n: int) -> KernelSpec:
     )
 
 
+def tokens_spec(inputs: int) -> KernelSpec:
+    """round_tokens_kernel."""
+    block = triton.next_power_of_2(inputs)
+    return KernelSpec(
+        f"{ROOM}.tokens:round_tokens_kernel",
+        name=f"round_tokens_{inputs}",
+        signature={
+            "x_ptr": "*bf16",
+            "codes_ptr": "*u8",
+            "atoms_ptr": "*fp8e4nv",
+            "row_scale_ptr": "*fp32",
+            **dict.fromkeys(("stride_x", "num_inputs", "parts"), "i32"),
+        },
+        constexprs={"BLOCK_K": block},
+        num_warps=tokens.warps_of(block),
+        divisible_by_16=("stride_x", "num_inputs"),
+        chips=(90, 100),
+    )
+
+
 KERNELS = [
     spec(name, block_n)
     for spec in (block_scaled_spec, dot_scaled_spec)
     for name in FORMATS
     for block_n in (128, 256)
 ]
+KERNELS += [tokens_spec(inputs) for inputs in (4096, 14336)]

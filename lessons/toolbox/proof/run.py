@@ -5,11 +5,12 @@ Steps, in this order: of every lesson the tests that record a proof or need a GP
 at once, since nothing is timed there), the benchmarks that the front page is about, the ladder,
 the benchmarks of kernels that were only predicted, the engine's tests, the other benchmarks (one
 at a time), compute-sanitizer, all other tests of the lessons. Before benchmarks are timed their
-candidates run once, several lessons at once, so that all cores compile. A step that fails or takes too long is recorded, and the next one runs;
-the next run tries it again when all others are done. After every step the files of the output
-folder are whole, so a run that is cut loses only the step under way; the next run skips what is
-finished. A step of tests that was cut off goes on with those that had not passed (`cases`), and
-what an earlier run proved stays proved until the new one has ended.
+candidates run once, several lessons at once, so that all cores compile. A step that fails or takes
+too long is recorded, and the next one runs; the next run tries it again when all others are done.
+After every step the files of the output folder are whole, so a run that is cut loses only what is
+under way; the next run skips what is finished. A step of tests that was cut off goes on with those
+that had not passed (`cases`), and what an earlier run proved stays proved until the new one has
+ended.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}

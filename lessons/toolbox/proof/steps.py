@@ -36,8 +36,8 @@ MOST_VARIANTS = ("12", "19", "23", "27", "02", "07", "18", "09", "08", "17", "16
 # Whose figures the front page and the guides are about: flash attention, split-KV decoding, pages,
 # the cache, fusion, quantized weights.
 HEADLINES = ("09", "10", "12", "03", "07", "18")
-# Then those of kernels whose times are only predicted: sparse attention, states, experts, FP8 in the
-# cache, drafts, transfers of pages.
+# Then those of kernels whose times are only predicted: sparse attention, states, experts, caches in
+# FP8, drafts, transfers of pages.
 SECOND = ("28", "27", "23", "19", "16", "26")
 # A benchmark with this in its environment runs each candidate once.
 ONCE = {"TIMED_ONCE": "1"}

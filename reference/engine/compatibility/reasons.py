@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {
         "sparse_indexer_topk_backend dcp_comm_backend mamba_backend "
         "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend "
         "ir_op_priority enable_flashinfer_autotune mm_encoder_attn_backend",
-        "decode steps are captured as they are, up to max_model_len": "compilation_config "
+        "decode steps are captured as they are, up to max_model_len": ""
         "cudagraph_capture_sizes max_cudagraph_capture_size optimization_level "
         "max_seq_len_to_capture performance_mode specialize_active_lora",
         "there is one all-reduce": "disable_custom_all_reduce disable_nccl_for_dp_synchronization",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lessons.toolbox.gpu.faults import UnknownInstruction
-from lessons.toolbox.gpu.values import from_e8m0, from_fp4, from_fp8
+from lessons.toolbox.gpu.values import from_fp8
 from tests.toolbox.gpu import test_tensor_memory as cases
 from tests.toolbox.gpu.running import run
 from tests.toolbox.gpu.test_tensor_memory import COMMIT, THREADS, WAIT, changed, descriptor, out
@@ -101,6 +101,16 @@ def in_atoms(scales: np.ndarray) -> np.ndarray:
     return atoms
 
 
+def e2m1(bits: np.ndarray) -> np.ndarray:
+    """[rows, n] bytes -> [rows, 2 n] numbers: a sign, two bits of exponent, one of mantissa; the
+    lower half of a byte first.
+    """
+    code = np.stack([bits % 16, bits // 16], axis=-1).reshape(len(bits), -1).astype(np.float64)
+    sign, size = np.where(code >= 8, -1.0, 1.0), code % 8
+    exponent, half = size // 2, size % 2
+    return sign * np.where(exponent == 0, half / 2, (1 + half / 2) * 2.0 ** (exponent - 1))
+
+
 def given(kind: str, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
     """(arrays, what the product should be)."""
     per_byte, each, is_e8m0, _ = KINDS[kind]
@@ -112,10 +122,12 @@ def given(kind: str, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
         codes = [x & 0xBF for x in codes]  # no NaN
     scales = [random.integers(low, high, (128, 8), dtype=np.uint8) for _ in codes]
     for bits, stored in zip(codes, scales):
-        numbers = from_fp4(bits) if per_byte == 2 else from_fp8(bits, "e4m3").reshape(bits.shape)
+        numbers = e2m1(bits) if per_byte == 2 else from_fp8(bits, "e4m3").reshape(bits.shape)
         factors = stored[: len(bits), : 2 * each]
-        factors = from_e8m0(factors) if is_e8m0 else from_fp8(factors, "e4m3")
-        factors = factors.reshape(len(bits), 2 * each).astype(np.float64)
+        if is_e8m0:
+            factors = 2.0 ** (factors.astype(np.float64) - 127)
+        else:
+            factors = from_fp8(factors, "e4m3").reshape(factors.shape).astype(np.float64)
         sides.append(numbers * np.repeat(factors, numbers.shape[1] // factors.shape[1], axis=1))
     arrays += [in_core_matrices(x) for x in codes] + [in_atoms(x) for x in scales]
     return arrays, sides[0] @ sides[1].T
@@ -172,6 +184,11 @@ BUGS = {
         "@%p2 tcgen05.cp.cta_group::1.warpx4.32x128b [%r1 + 0], %rd5;\n" + COMMIT,
         r"race in tensor memory: it (writes what the tensor core reads|overwrites what)",
     ),
+    "two copies to one place": (
+        FIRST_COPY,
+        f"{FIRST_COPY}\n{FIRST_COPY}",
+        "race in tensor memory: it overwrites what",
+    ),
     "scales over the sums": (
         FIRST_COPY,
         FIRST_COPY.replace("%r1 + 0", "%r1 + 128"),
@@ -209,6 +226,30 @@ def test_quarters_that_differ_are_a_fault():
     body = changed(body, FENCE, f"mov.u32 %r64, %r70;\n{stores}{FENCE}")
     with pytest.raises(cases.Fault, match="the four quarters of tensor memory hold different"):
         run_body(body, arrays)
+
+
+def test_a_copy_of_another_thread_has_no_order(seed):
+    """A barrier of the threads says that it was started, not that it has ended."""
+    arrays, _ = given(NVFP4, seed)
+    copy = OTHER_THREAD + FIRST_COPY.replace("%p2", "%p8") + "\nbar.sync 0;\n"
+    body = changed(body_of(NVFP4), FIRST_COPY, copy)
+    for order in range(4):
+        with pytest.raises(cases.Fault, match="race in tensor memory: it reads what"):
+            run_body(body, arrays, order)
+
+
+def test_scales_in_use_may_not_be_overwritten(seed):
+    """The copies have ended, and were waited for; the products that read them were not."""
+    arrays, _ = given(NVFP4, seed)
+    ended = f"{COMMIT}\n{WAIT}".replace("again", "copied")
+    body = changed(body_of(NVFP4), copies(NVFP4), copies(NVFP4) + ended)
+    body = body.replace(WAIT, WAIT.replace("[done], 0", "[done], 1"))
+    run_body(body, arrays)
+    late = body.rindex(COMMIT)
+    body = body[:late] + descriptor("a_atoms", "%rd5", 0, 0, 128) + FIRST_COPY + "\n" + body[late:]
+    for order in range(4):
+        with pytest.raises(cases.Fault, match="it writes what the tensor core reads at"):
+            run_body(body, arrays, order)
 
 
 def test_a_copy_may_follow_once_the_product_has_ended():

@@ -31,6 +31,7 @@ from torch import Tensor
 from lessons.l12_paged_kv.naive import gathered_attention
 from lessons.l19_kv_quantization.formats import E4M3_MAX, divided, wide
 from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
 
 NAME = "fp8_ds_mla"
 GROUP = 128  # values of a latent that share a scale
@@ -109,6 +110,19 @@ class LatentRows:
         groups = codes.to(inside).unflatten(-1, (self.groups, self.group))
         c_kv = (groups * scales[..., None]).flatten(-2)
         return torch.cat([c_kv.to(dtype), rotary.to(dtype)], dim=-1)
+
+
+def rows_of(config: ModelConfig, dtype: torch.dtype) -> LatentRows:
+    """The rows for a model's latents. Raises ValueError for a model that has none."""
+    if config.mla is None or config.state is not None:
+        refuse("kv_cache_dtype", NAME, "another format, because this model stores no latents")
+    return LatentRows(config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
+
+
+def row_bytes_of(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of a token in one layer. itemsize: of a number in the model's dtype."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+    return rows_of(config, dtype).row_bytes
 
 
 def rounded_up(count: int) -> int:
