@@ -143,7 +143,7 @@ def test_a_scale_that_is_nan_stays_in_its_row(seed, blackwell_or_cpu):
 
 @pytest.mark.sample(1, of="the block-scaled product")
 def test_every_order_of_events_gives_the_same_bits(seed, compiled_on_cpu):
-    a, b = (random_operand(rows, 1568, NVFP4, seed + rows) for rows in (130, 264))
+    a, b = (random_operand(rows, 1312, NVFP4, seed + rows) for rows in (130, 136))
     first, *others = [gluon_matmul.block_scaled_matmul(a, b) for _ in range(3)]
     assert all(torch.equal(first, other) for other in others)
 
