@@ -2,6 +2,7 @@
 are found.
 """
 
+import json
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from lessons.l19_kv_quantization.kernels.latents import kernel, naive, optimized
 from lessons.l19_kv_quantization.kernels.latents.kernel import coded_mla_kernel, write_rows_kernel
 from lessons.l19_kv_quantization.kernels.latents.naive import LatentRows, dequantized_mla_decode
 from lessons.l19_kv_quantization.kernels.latents.optimized import coded_mla_decode, write_rows
+from lessons.l19_kv_quantization.lab import latent_rows
 from lessons.l19_kv_quantization.lab.testing import skip_where
 from lessons.l19_kv_quantization.optimized import writes_e4m3
 from lessons.toolbox.proof.numerics import Errors, NotEquivalent, prove
@@ -100,6 +102,20 @@ def test_a_fault_stays_in_its_group():
     x[0, 300] = torch.nan
     again = DEEPSEEK.dequantize(DEEPSEEK.quantize(x))[0].isnan()
     assert again[256:384].all() and again.sum() == 128
+
+
+def test_the_record_of_errors():
+    """Is what is counted today, and four scales beside exact rotary values are best."""
+    record = json.loads(latent_rows.OUT.read_text(encoding="utf-8"))
+    counted = latent_rows.errors()
+    for kind, ways in record["errors"].items():
+        assert counted[kind] == pytest.approx(ways, rel=0.02)
+        others = (ways["fp8"], ways["rotary values rounded, too"])
+        assert ways["16 bits"] < ways["fp8_ds_mla"] < min(others)
+    for heads, ways in record["predicted"].items():
+        assert ways["fp8_ds_mla"]["bytes"] * 1152 == ways["16 bits"]["bytes"] * 656, heads
+    few = record["predicted"]["16"]
+    assert few["fp8_ds_mla"]["predicted_s"] < 0.85 * few["16 bits"]["predicted_s"]
 
 
 # ---------------------------------------------------------------- reading
