@@ -51,6 +51,7 @@ LONG_FUNCTIONS = (
     "lessons/l18_weight_quantization/kernels/products.py:quantized_matmul_kernel",
     "lessons/l19_kv_quantization/activations/attention/kernel.py:fp8_prefill_kernel",
     "lessons/l19_kv_quantization/kernels/decode.py:codes_decode_kernel",
+    "lessons/l19_kv_quantization/kernels/latents/kernel.py:coded_mla_kernel",
     "lessons/toolbox/proof/numerics.py:assert_close_to_oracle",
     "solutions/l05_gqa.py:group_kernel",
 )

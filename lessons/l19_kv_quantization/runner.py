@@ -17,6 +17,7 @@ from lessons.l19_kv_quantization.pool import KernelPool, QuantizedLatentPool, Qu
 from lessons.toolbox.model.arguments import refuse
 
 AUTO = "auto"  # the cache in the model's dtype
+ROWS = "fp8_ds_mla"  # DeepSeek's rows of codes, for latents (kernels/latents/naive.py)
 
 
 def quantized_rung_of(model: Decoder, kv_cache_dtype: str) -> Rung:
@@ -28,8 +29,12 @@ def quantized_rung_of(model: Decoder, kv_cache_dtype: str) -> Rung:
     rung = paged_rung_of(model)
     if kv_cache_dtype == AUTO:
         return rung
+    if kv_cache_dtype == ROWS:
+        from lessons.l19_kv_quantization.kernels.latents.pool import row_pool_of  # few need it
+
+        return replace(rung, name=f"{rung.name} of {ROWS}", cache=row_pool_of(model))
     if kv_cache_dtype not in FORMATS:
-        refuse("kv_cache_dtype", kv_cache_dtype, ", ".join((AUTO, *FORMATS)))
+        refuse("kv_cache_dtype", kv_cache_dtype, ", ".join((AUTO, *FORMATS, ROWS)))
     if model.config.mla is not None:
         pool = QuantizedLatentPool
     elif model.device.type != "cuda" or model.config.has_score_rules:

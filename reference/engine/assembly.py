@@ -1,6 +1,4 @@
-"""An engine out of its parts: which model, pool, blocks, scheduler and drafter the arguments ask
-for.
-"""
+"""An engine out of its parts: the model, pool, blocks, scheduler and drafter of its arguments."""
 
 from __future__ import annotations
 
@@ -184,14 +182,14 @@ def new_blocks(args: EngineArgs, runner: ModelRunner, others: list[KVPool]) -> B
 
         return feature_blocks(args, runner, others, new_cache(args))
     if args.enable_prefix_caching is False:
-        return BlockManager(runner.pool.num_blocks, args.block_size)
-    return CachingBlockManager(runner.pool.num_blocks, args.block_size, new_cache(args))
+        return BlockManager(runner.pool.num_blocks, args.tokens_per_block)
+    return CachingBlockManager(runner.pool.num_blocks, args.tokens_per_block, new_cache(args))
 
 
 def new_cache(args: EngineArgs) -> HashBlocks:
     """The prefix cache, which tells what it has if the arguments ask for it."""
     if not args.tells_blocks:
-        return HashBlocks(args.block_size)
+        return HashBlocks(args.tokens_per_block)
     from reference.features.kv_events import told_cache
 
     return told_cache(args)
@@ -212,7 +210,7 @@ def new_runner(
     draft reads it; tree: what its sequences run while they decode, None: one token, or a chain;
     groups: of its layers, None: one. kind: of the runner.
     """
-    size, rung = (num_blocks, args.block_size, max_model_len), None
+    size, rung = (num_blocks, args.tokens_per_block, max_model_len), None
     if args.batch_invariant or args.attention_config is not None:
         from reference.features.attention import prepared_for
 
@@ -245,14 +243,14 @@ def new_runner(
 def replays(args: EngineArgs, model: Decoder, tree: Tree | None = None) -> bool:
     """Whether decode steps become CUDA graphs. On a CPU nothing is launched. Gemma 2 stays eager,
     and so do experts that cannot be grouped, because Python asks their router which ones to run. So
-    do quantized latents, and trees over a quantized cache, because no kernel reads them: they
-    become numbers first. And states in float64, which have no kernels.
+    does a cache that no kernel reads, and states in float64, which have no kernels.
     """
     if model.device.type != "cuda" or args.enforce_eager:
         return False
     from lessons.l11_cuda_graphs.optimized import can_be_captured
+    from reference.engine.cache_arguments import read_by_kernels
 
-    is_read = args.kv_cache_dtype == "auto" or (model.config.mla is None and tree is None)
+    is_read = read_by_kernels(args, model, tree)
     is_read &= model.config.state is None or model.dtype.itemsize <= 4
     return is_read and can_be_captured(model)
 

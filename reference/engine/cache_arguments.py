@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from lessons.toolbox.model.arguments import check_counts, check_kind, refuse
 
 if TYPE_CHECKING:
+    from lessons.l02_naive_attention.decoder import Decoder
+    from lessons.l17_tree_speculation.trees.tree import Tree
+    from lessons.toolbox.model.config import ModelConfig
     from reference.engine.engine_args import EngineArgs
 
 QUERIES = "use_prefill_query_quantization"
@@ -108,6 +111,28 @@ def check_configs(args: EngineArgs) -> None:
     ):
         if not fits:
             refuse(f"attention_config {QUERIES}", True, accepted)
+
+
+def cache_dtype_of(config: ModelConfig, kv_cache_dtype: str) -> str:
+    """What K and V of a model are stored in: "fp8" for a draft that has no latents, where those of
+    its target are fp8_ds_mla.
+    """
+    return "fp8" if kv_cache_dtype == "fp8_ds_mla" and config.mla is None else kv_cache_dtype
+
+
+def read_by_kernels(args: EngineArgs, model: Decoder, tree: Tree | None) -> bool:
+    """Whether kernels read the cache as it is stored, on a GPU. Quantized latents but DeepSeek's
+    rows become numbers first, and so does a quantized cache where sequences run trees, or ranks
+    share its tokens.
+    """
+    if args.kv_cache_dtype == "auto":
+        return True
+    shares = args.decode_context_parallel_size > 1
+    if args.kv_cache_dtype == "fp8_ds_mla":
+        from lessons.l19_kv_quantization.kernels.latents.pool import RowKernelPool, row_pool_of
+
+        return row_pool_of(model) is RowKernelPool and not shares
+    return model.config.mla is None and tree is None and not shares
 
 
 def check_events(args: EngineArgs) -> None:

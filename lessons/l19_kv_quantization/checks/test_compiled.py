@@ -13,6 +13,8 @@ MAX_SPILL = {
     "int4_decode_bf16_4x128_paged_listed_16_sm100": 24,
     "kivi_decode_bf16_3x64_paged_32_sm100": 24,
 }
+# Bytes. Three programs of DeepSeek's rows fit on an SM, with 168 registers a thread.
+SPILLS_OF_ROWS = {90: 112, 100: 384}
 # FP8 attention of heads of 128: 16 numbers a thread.
 SPILLS_OF_PRODUCTS = {"fp8_attention_128_paged": 64}
 NARROW = "int4_decode_bf16_3x64_paged_16"  # rows of 32 bytes: two loads of 16 bytes
@@ -87,3 +89,17 @@ def test_rotations_run_on_matrix_units():
         assert not report.error and not report.spill_bytes, report
         assert report.shared_bytes <= report.shared_limit_bytes, report
         assert bool(report.matrix_instruction) == ("fp32" not in report.name), report
+
+
+@pytest.mark.compiler
+def test_rows_of_latents_are_read_by_copies_that_wait_for_nothing():
+    """Loads of 16 bytes, tensor cores, and where there is room two tiles under way."""
+    for report in reports_of(KERNELS, "coded_mla_"):
+        allowed = SPILLS_OF_ROWS.get(report.chip, 0)
+        assert not report.error and report.spill_bytes <= allowed, report
+        programs = 3 if report.chip in SPILLS_OF_ROWS else 1
+        assert programs * report.shared_bytes <= report.shared_limit_bytes, report
+        assert report.matrix_instruction == "HMMA" and report.loads_128bit >= 20, report
+        assert (report.shared_bytes >= 2 * 32 * 656) == (report.chip != 89), report
+    for report in reports_of(KERNELS, "write_rows"):
+        assert not report.error and not report.spill_bytes, report
