@@ -9,6 +9,8 @@ MODEL ?= models/tiny
 IMPL ?=
 LAB ?=
 REHEARSE ?=
+MINUTES ?=
+PLAN ?=
 PACK ?=
 SERVE ?= --port 8000
 FILE ?=
@@ -85,9 +87,9 @@ doctor: setup ## what this machine can run, and what it cannot and why
 	@$(RUN) -m lessons.toolbox.measure.device
 
 # A borrowed GPU machine has torch and triton but no .venv and no network, so nothing is installed here.
-gpu: ## prove and measure everything that needs a GPU, 9 minutes a run, the next goes on (OUT=results/<device>, LESSON=03 for one; PACK=file: in one archive; REHEARSE=1: on a pretended GPU)
-	@$$(test -x $(RUN) && echo $(RUN) || echo $(PYTHON)) -m lessons.toolbox.proof gpu $(if $(LESSON),--lesson $(LESSON)) \
-	  $(if $(REHEARSE),--rehearse --budget-minutes 120) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(if $(PACK),--pack $(PACK))
+gpu: ## prove and measure everything that needs a GPU, in MINUTES=9, the next run goes on (OUT=results/<device>, LESSON=03 for one; PACK=file: in one archive; PLAN=1: only say what; REHEARSE=1: on a pretended GPU)
+	@$$(test -x $(RUN) && echo $(RUN) || echo $(PYTHON)) -m lessons.toolbox.proof $(if $(PLAN),plan,gpu) $(if $(LESSON),--lesson $(LESSON)) \
+	  $(if $(REHEARSE),--rehearse --budget-minutes 120) $(if $(MINUTES),--budget-minutes $(MINUTES)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(if $(PACK),--pack $(PACK))
 
 proof: setup ## which kernels are proved: in the interpreter, by the compiler, on which GPU
 	@$(RUN) -m lessons.toolbox.proof table

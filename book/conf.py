@@ -5,6 +5,10 @@ written in, because notebooks become pages with what they printed, and because i
 script that also works from a folder, without a server.
 """
 
+from pathlib import Path
+
+from book import search
+
 project = "The Inference Ladder"
 author = "The Inference Ladder"
 language = "en"
@@ -18,10 +22,12 @@ highlight_language = "none"
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
+templates_path = ["_templates"]
 html_css_files = ["book.css"]
-html_js_files = ["glossary.js", "book.js"]
+html_js_files = ["book.js"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False  # LICENSE says it
 html_theme_options = {
     "light_css_variables": {
         "font-stack--monospace": "'DejaVu Sans Mono', Menlo, monospace",
@@ -32,3 +38,17 @@ html_theme_options = {
 }
 # terms of the glossary are third-level headings below its title
 suppress_warnings = ["myst.header"]
+
+
+def setup(app) -> None:
+    """A page loads the definitions of its language alone, and the search its index."""
+
+    def add_glossary(app, page: str, template: str, context: dict, doctree) -> None:
+        app.add_js_file(f"glossary-{search.language_of(page)}.js")
+
+    def split_index(app, error: Exception | None) -> None:
+        if not error:
+            search.split(Path(app.outdir))
+
+    app.connect("html-page-context", add_glossary)
+    app.connect("build-finished", split_index)

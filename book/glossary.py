@@ -30,14 +30,14 @@ def plain(markdown: str) -> str:
     return re.sub(r"\*+([^*]+)\*+|`([^`]+)`", lambda found: found[1] or found[2], text)
 
 
-def script(root: Path) -> str:
-    """The definitions as a script, those of the Korean glossary for links to it. It is no JSON
-    file, because a page that was opened from a folder may run a script beside it and may not read a
-    file.
+def scripts(root: Path) -> dict[str, str]:
+    """The definitions of each language as a script, {its file's name: its text}. They are no JSON
+    files, because a page that was opened from a folder may run a script beside it and may not read
+    a file.
     """
-    by_name = {"GLOSSARY": PAGE, "GLOSSARY_KO": translations.place_of(PAGE)}
-    lines = [
-        f"window.{name} = {json.dumps(definitions(root, page), ensure_ascii=False)};\n"
-        for name, page in by_name.items()
-    ]
-    return "".join(lines)
+    pages = {"en": PAGE, "ko": translations.place_of(PAGE)}
+    return {
+        f"glossary-{language}.js": "window.GLOSSARY = "
+        f"{json.dumps(definitions(root, page), ensure_ascii=False)};\n"
+        for language, page in pages.items()
+    }

@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 WIDTHS = 1280, 390  # pixels, of a laptop and of a phone
 BROKEN = "[...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src)"
+LANGUAGE = "(document.querySelector('article') || document.body).lang"
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -47,7 +48,7 @@ def look(browser: Browser, html: Path, page: str, width: int, scheme: str) -> di
     tab.wait_for_load_state("networkidle")
     found = {"page": page, "width": width, "scheme": scheme, "errors": errors}
     found |= {"broken": tab.evaluate(BROKEN), "too_wide": tab.evaluate(TOO_WIDE)}
-    found["bytes"] = size_of(loaded)
+    found |= {"bytes": size_of(loaded), "language": tab.evaluate(LANGUAGE)}
     tab.evaluate(axe())
     # preload asks for style sheets again, which a page in a folder may not
     violations = tab.evaluate("axe.run(document, {preload: false})")["violations"]
@@ -68,15 +69,20 @@ def term(browser: Browser, html: Path, page: str) -> str:
     return said if is_closed else f"still open: {said}"
 
 
-def searched(browser: Browser, html: Path, word: str) -> list[str]:
-    """Titles of the pages that the search finds."""
-    tab = browser.new_page()
-    tab.goto(f"file://{html.resolve()}/search.html?q={word}")
+def searched(browser: Browser, html: Path, page: str, word: str) -> dict:
+    """Titles of the pages that the search finds for who looks for a word on a page, and what the
+    console says.
+    """
+    tab, errors = browser.new_page(viewport={"width": WIDTHS[0], "height": 900}), []
+    tab.on("console", lambda said: said.type == "error" and errors.append(said.text))
+    tab.goto(f"file://{html.resolve()}/{page}")
+    tab.fill("form[role=search] input[name=q]", word)
+    tab.press("form[role=search] input[name=q]", "Enter")
     tab.wait_for_selector("#search-results ul li a", timeout=20_000)
     tab.wait_for_timeout(500)
     titles = tab.locator("#search-results ul li a").all_inner_texts()
     tab.close()
-    return titles
+    return {"titles": titles, "errors": errors}
 
 
 def main(chromium: str, html: Path, pages: list[str]) -> dict:
@@ -87,7 +93,10 @@ def main(chromium: str, html: Path, pages: list[str]) -> dict:
         looks = [look(browser, html, page, *window) for page in pages for window in windows]
         lesson = "lessons/l09_flash_attention/README.html"
         found = {"looks": looks, "term": term(browser, html, lesson)}
-        found["search"] = searched(browser, html, "preemption")
+        korean = f"ko/{lesson}"
+        found["search"] = searched(browser, html, lesson, "preemption")
+        found["search_ko"] = searched(browser, html, korean, "preemption")
+        found["term_ko"] = term(browser, html, korean)
         browser.close()
     return found
 

@@ -163,7 +163,9 @@ def stage(root: Path, out: Path) -> Stage:
     here = Path(__file__).parent
     shutil.copyfile(here / CONF, out / CONF)
     shutil.copytree(here / "static", out / "_static")
-    stage.write("_static/glossary.js", glossary.script(root))
+    shutil.copytree(here / "templates", out / "_templates")
+    for name, script in glossary.scripts(root).items():
+        stage.write(f"_static/{name}", script)
     return stage
 
 

@@ -4,6 +4,8 @@ python -m reference.generate "def quicksort("
 python -m reference.generate "import" -n 3 --temperature 0.8 --max-tokens 60
 # in two worker processes (lesson 20)
 python -m reference.generate "import" --tensor-parallel-size 2
+# which share the tokens of the one KV head
+python -m reference.generate "import" --model models/tiny-draft -tp 2 -dcp 2
 """
 
 import argparse
@@ -14,6 +16,7 @@ PARALLEL = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
+    "decode_context_parallel_size",
     "enable_expert_parallel",
     "distributed_executor_backend",
 )
@@ -42,6 +45,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=1,
         metavar="N",
         help="replicas of the model",
+    )
+    add(
+        "-dcp",
+        "--decode-context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shards that share the tokens of a KV head",
     )
     add("--enable-expert-parallel", action="store_true", help="whole experts on each shard")
     add("--distributed-executor-backend", choices=("mp", "ray"), help="who starts the workers")

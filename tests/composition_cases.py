@@ -92,9 +92,14 @@ STATES = dict(
     moe_intermediate_size=32,
     shared_expert_intermediate_size=32,
 )
+ONE_HEAD = "one KV head"
+DENSE = dict(model_type="llama")
+EXPERTS = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 FAMILIES = {
-    "dense": dict(model_type="llama"),
-    "MoE": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "dense": DENSE,
+    "MoE": EXPERTS,
+    f"dense, {ONE_HEAD}": dict(DENSE, num_key_value_heads=1),
+    f"MoE, {ONE_HEAD}": dict(EXPERTS, num_key_value_heads=1),
     "MLA": dict(model_type="deepseek_v3", **LATENTS),
     "states": dict(model_type="qwen3_next", **STATES),  # it has experts, too
 }
@@ -169,6 +174,8 @@ ARGUMENTS = {
     "tensor parallel": dict(tensor_parallel_size=2),
     "pipeline parallel": dict(pipeline_parallel_size=2),
     "data parallel": dict(data_parallel_size=2),
+    # blocks of 4 tokens, as without
+    "decode context": dict(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=2),
     "prefix cache": dict(enable_prefix_caching=True, mamba_block_size=4),
     "recompute": dict(num_gpu_blocks_override=11),
     "offloading": dict(
@@ -191,11 +198,14 @@ ARGUMENTS = {
 }
 # Which say what a token is. What is left may not change one.
 MEANINGS = {*WEIGHTS, "fp8 KV", "int8 KV", "int4 KV", "LoRA", "structured", "n > 1", "beams"}
-MEANINGS |= {"pictures", "MoE", "MLA", "states"}
+MEANINGS |= {"pictures", "MoE", "MLA", "states", ONE_HEAD}
 
 
 def family_of(features) -> str:
-    return next((name for name in ("states", "MoE", "MLA") if name in features), "dense")
+    family = next((name for name in ("states", "MoE", "MLA") if name in features), "dense")
+    # Two shards share the tokens of a head if there is one alone.
+    has_one = {ONE_HEAD, "decode context"} & set(features) and family in ("dense", "MoE")
+    return f"{family}, {ONE_HEAD}" if has_one else family
 
 
 def weights_of(features) -> str:
@@ -438,4 +448,5 @@ def check(features: frozenset, is_third: bool = False) -> None:
     # distribution come.
     drawn = {"draft", "parallel draft"}
     meanings = MEANINGS | drawn if "n > 1" in features else MEANINGS
-    assert got == expected(frozenset(features & meanings))
+    shape = {ONE_HEAD} if "decode context" in features else set()
+    assert got == expected(frozenset(features & meanings | shape))

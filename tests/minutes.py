@@ -7,6 +7,7 @@ and for each step of the derivation, because these are worked through with a pen
 of the exercises. Both are rounded up to five minutes. Plots are an estimate of the lesson's own.
 """
 
+import json
 import math
 import re
 from pathlib import Path
@@ -23,6 +24,22 @@ EXERCISE = re.compile(r"^<details><summary><b>[^<]*</b> · (\d+) minutes", re.MU
 ROW = re.compile(
     r"^(\| \[\d\d .*\]\(lessons/(l\d\d_\w+)/README\.md\) \|[^|]*\| )(\d+)(?= \|)", re.MULTILINE
 )
+
+# what a notebook's first cell says: of the exercises, or of the whole lesson
+OF_EXERCISES = re.compile(
+    r"(?:exercises|puzzles) take (?:about|under) ([\w ]+?)(?: and every|[.,])"
+)
+OF_ALL = re.compile(r"About ([\w ]+) with the exercises")
+SPOKEN = {
+    "an hour": 60,
+    "an hour and a half": 90,
+    "two hours": 120,
+    "two hours and a quarter": 135,
+    "two hours and twenty minutes": 140,
+    "two and a half hours": 150,
+    "three hours": 180,
+}
+NEAR = 15  # minutes that words may differ
 
 
 def wrong_minutes(root: Path) -> Complaints:
@@ -49,6 +66,32 @@ def minutes(room: Path) -> tuple[int, int]:
 
 def rounded(exact: float) -> int:
     return ROUNDED_TO * math.ceil(exact / ROUNDED_TO)
+
+
+def wrong_notebooks(root: Path) -> Complaints:
+    """Notebooks whose first cell says another time than their lesson."""
+    complaints = []
+    for room in complete_rooms(root):
+        page = root / f"notebooks/{room.name[1:]}.ipynb"
+        if not page.is_file():
+            continue
+        cell = json.loads(page.read_text(encoding="utf-8"))["cells"][0]
+        text = " ".join("".join(cell["source"]).split())
+        found = OF_EXERCISES.search(text) or OF_ALL.search(text)
+        said = found[1] if found else ""
+        wanted = minutes(room)[1] if OF_EXERCISES.search(text) else sum_of(room)
+        if abs(spoken(said) - wanted) > NEAR:
+            complaints.append(
+                f"{page.name}: its first cell says {said!r}; by the lesson's README it is {wanted} "
+                f"minutes (accepted: {', '.join(SPOKEN)}, or a number of minutes)"
+            )
+    return complaints
+
+
+def spoken(text: str) -> int:
+    """Minutes that words say; 0 for what is no time."""
+    number = re.fullmatch(r"(\d+) minutes", text)
+    return int(number[1]) if number else SPOKEN.get(text, 0)
 
 
 def sum_of(room: Path) -> int:

@@ -4,6 +4,7 @@ the engine's workers.
 
 import json
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model import load_model
 from reference.engine.sampling_params import SamplingParams
-from reference.parallel.engine import engine_over_parts
+from reference.parallel import engine as parallel
 from reference.parallel.processes import WARM
 from tests.engine_cases import assert_clean
 
@@ -122,10 +123,10 @@ def small_args(model: str, **changes) -> EngineArgs:
 
 def whole_engine(args: EngineArgs) -> Engine:
     """The model in this process, whatever the arguments say of others."""
-    return engine_over(load_model(args.model, "cpu", "float32", args.quantization), None, args)
+    return engine_over(load_model(args.model, "cpu", args.dtype, args.quantization), None, args)
 
 
-parallel_engine = partial(engine_over_parts, None)
+parallel_engine = partial(parallel.engine_over_parts, None)
 
 
 def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
@@ -175,6 +176,23 @@ def workers_of(engine) -> list:
     """The processes of all of an engine's workers."""
     runners = [each.runner for each in getattr(engine, "engines", [engine])]
     return [process for runner in runners for process, _ in runner.talk.workers.ranks]
+
+
+def pids_of_workers(monkeypatch, killed: int | None = None) -> list[int]:
+    """Those of all workers that start from now on. killed: the rank of one that dies as soon as
+    they have started, while it loads.
+    """
+    pids, new_workers = [], parallel.new_workers
+
+    def watched(*arguments):
+        workers = new_workers(*arguments)
+        pids.extend(process.pid for process, _ in workers.ranks)
+        if killed is not None:
+            os.kill(pids[killed], signal.SIGKILL)
+        return workers
+
+    monkeypatch.setattr(parallel, "new_workers", watched)
+    return pids
 
 
 def gone(pid: int) -> bool:

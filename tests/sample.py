@@ -18,6 +18,8 @@ Without the option every case runs: when a file is tried alone, when a proof is 
 import random
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,8 @@ FIRST = re.compile(
     r"|tests/exercises/test_machinery\.py::test_every_wrong_answer\w+\[(\d+)\."
     r"|(tests/test_ladder)\.py"
 )
+# a marker of a group, on a line of its own
+GROUPED = re.compile(r'^ *@?pytest\.mark\.sample\((\d+), of="([^"\n]+)"\)', re.MULTILINE)
 QUICK = "of the tests that take longest a sample of their cases (make test)"
 
 
@@ -46,6 +50,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "sample(count, of=None): so many cases of it, or of a group, run with --quick"
     )
+    # Before xdist starts its processes: of what one of them raises while it collects, xdist tells
+    # nothing but that the process has ended.
+    is_one_of_xdist = hasattr(config, "workerinput")
+    if config.getoption("--quick") and not config.getoption("--all") and not is_one_of_xdist:
+        agreed(written(config.rootpath, config.getini("testpaths")))
 
 
 def pytest_report_header(config):
@@ -65,12 +74,37 @@ def pytest_collection_modifyitems(config, items):
         items[:] = sorted(stay, key=lambda item: costs_s[item.nodeid] < LONG_S)
 
 
+def agreed(counts: Iterable[tuple[str, int, str]]) -> dict[str, int]:
+    """{group: its count}. counts: of each marker its group, its count and where it is.
+
+    Raises pytest.UsageError if the markers of one group disagree.
+    """
+    found: dict[str, int] = {}
+    for group, count, where in counts:
+        if found.setdefault(group, count) != count:
+            both = f"{found[group]} and {count} (at {where})"
+            raise pytest.UsageError(f"sample: {group!r} has {both}; accepted: one count")
+    return found
+
+
+def written(root: Path, folders: list[str]) -> Iterator[tuple[str, int, str]]:
+    """The markers of groups as the files have them, for `agreed`. A name that is computed is left
+    to `counted`.
+    """
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            for marker in GROUPED.finditer(text):
+                line = text.count("\n", 0, marker.start()) + 1
+                yield marker[2], int(marker[1]), f"{path.relative_to(root).as_posix()}:{line}"
+
+
 def counted(items: list, run: str) -> list:
     """The cases that the counts leave: of each test or group as many as its marker says.
 
     Raises pytest.UsageError if the markers of one group disagree.
     """
-    cases, counts = defaultdict(list), {}
+    cases, said = defaultdict(list), []
     for item in items:
         marker = item.get_closest_marker("sample")
         if marker is None and item.nodeid.startswith("lessons/"):
@@ -78,10 +112,8 @@ def counted(items: list, run: str) -> list:
         if marker is not None:
             group = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
             cases[group].append(item)
-            if counts.setdefault(group, marker.args[0]) != marker.args[0]:
-                both = f"{counts[group]} and {marker.args[0]} (at {item.nodeid})"
-                raise pytest.UsageError(f"sample: {group!r} has {both}; accepted: one count")
-    left = set()
+            said.append((group, marker.args[0], item.nodeid))
+    counts, left = agreed(said), set()
     for group, of_group in cases.items():
         count = min(counts[group], len(of_group))
         left |= {*of_group} - {*random.Random(f"{run} {group}").sample(of_group, count)}

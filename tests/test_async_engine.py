@@ -4,7 +4,6 @@ counts.
 
 import asyncio
 import random
-import threading
 import time
 from contextlib import contextmanager
 
@@ -19,7 +18,6 @@ from reference.engine.async_engine import (
     Draining,
     EngineDeadError,
 )
-from reference.engine.engine import Engine
 from reference.engine.request import by_priority, by_user
 from reference.engine.sampling_params import SamplingParams
 from tests.engine_cases import (
@@ -29,6 +27,7 @@ from tests.engine_cases import (
     new_model,
     random_prompts,
 )
+from tests.paces import Gate
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +39,14 @@ def params(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-class Gate:
-    """Lets the engine's steps through one by one, so that a test knows where the engine is."""
-
-    def __init__(self, engine: Engine):
-        self.passes = threading.Semaphore(0)
-        self.is_open = False
-        self.steps = 0
-        self.advance = engine.advance
-        engine.advance = self
-
-    def __call__(self):
-        if not self.is_open:
-            assert self.passes.acquire(timeout=60), "no test let the step through"
-        self.steps += 1
-        return self.advance()
-
-    def let_all(self):
-        self.is_open = True
-        self.passes.release()
-
-
 @contextmanager
 def serving(model, limits=None, gated=False, clock=None, num_blocks=60, **how):
     """(the async engine, its gate). At the end everything is free, however it was used."""
     engine = new_engine(model, num_blocks, 4, cache=HashBlocks, **how)
-    gate = Gate(engine)
+    served = AsyncLLMEngine(engine, limits)
+    gate = Gate(served)
     if not gated:
         gate.let_all()
-    served = AsyncLLMEngine(engine, limits)
     served.clock = clock or served.clock
     try:
         yield served, gate
@@ -303,9 +281,9 @@ def test_draining_does_not_wait_for_ever(model):
 
 def test_a_step_that_raises_is_told_to_every_reader(model):
     engine = new_engine(model, 30, 4, max_num_seqs=1)
-    gate = Gate(engine)
-    gate.advance = lambda: 1 / 0
     served = AsyncLLMEngine(engine)
+    gate = Gate(served)
+    gate.step = lambda: 1 / 0
 
     async def everything():
         stream = await served.add_request("a", [7], params(4))
@@ -324,8 +302,8 @@ def test_a_step_that_raises_is_told_to_every_reader(model):
 
 def test_who_waits_for_a_drain_is_told_when_the_engine_dies(model):
     engine = new_engine(model, 30, 4, max_num_seqs=1)
-    gate = Gate(engine)
     served = AsyncLLMEngine(engine)
+    gate = Gate(served)
 
     async def everything():
         stream = await served.add_request("a", [7], params(4))
@@ -334,7 +312,7 @@ def test_who_waits_for_a_drain_is_told_when_the_engine_dies(model):
         gate.passes.release()
         while served.drained is None:
             await asyncio.sleep(0)
-        gate.advance = lambda: 1 / 0
+        gate.step = lambda: 1 / 0
         gate.let_all()
         with pytest.raises(EngineDeadError):
             await read(stream)
@@ -347,23 +325,27 @@ def test_who_waits_for_a_drain_is_told_when_the_engine_dies(model):
 def test_a_user_with_one_request_does_not_wait_for_anothers_many(model, order, place):
     """place: of the one request among the answers, 0 is the first."""
     with serving(model, gated=True, max_num_seqs=1, order=order) as (served, gate):
+        done = []
+
+        def noted():
+            outputs = step()
+            done.extend(output.request_id for output in outputs if output.finished)
+            return outputs
+
+        step, gate.step = gate.step, noted
 
         async def everything():
-            done = []
-
             async def one(request_id, user):
-                stream = await served.add_request(request_id, [3, 4], params(6), user=user)
-                await read(stream)
-                done.append(user)
+                await read(await served.add_request(request_id, [3, 4], params(6), user=user))
 
             tasks = [asyncio.create_task(one(f"greedy {i}", "greedy")) for i in range(5)]
             tasks.append(asyncio.create_task(one("modest", "modest")))
             await asyncio.sleep(0)
             gate.let_all()
             await asyncio.gather(*tasks)
-            return done
 
-        assert asyncio.run(everything()).index("modest") == place
+        asyncio.run(everything())
+        assert done.index("modest") == place
 
 
 def test_what_a_request_did_not_use_brings_its_users_next_one_forward(model):

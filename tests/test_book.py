@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from book import api, code, glossary, order, translations
+from book import api, code, glossary, order, search, translations
 from book.links import LINK
 from book.stage import FENCED, REPOSITORY, Stage, pages_of, stage
 from tests.course_rules import committed_files, complete_rooms, within
@@ -134,6 +134,55 @@ def test_a_term_is_defined_in_plain_words():
     for path in committed_files(REPOSITORY, ".md"):
         linked |= set(re.findall(r"GLOSSARY\.md#([^)\s]+)", path.read_text(encoding="utf-8")))
     assert linked <= terms.keys()
+
+
+def test_a_page_has_the_definitions_of_its_language(source):
+    for language, page in (("en", "lessons/GLOSSARY.md"), ("ko", "ko/lessons/GLOSSARY.md")):
+        script = (source / f"_static/glossary-{language}.js").read_text(encoding="utf-8")
+        said = json.loads(script.removeprefix("window.GLOSSARY = ").removesuffix(";\n"))
+        assert said == glossary.definitions(REPOSITORY, page)
+
+
+# ---------------------------------------------------------------- the search
+
+INDEX = {
+    "docnames": ["ko/lessons/GLOSSARY", "index", "README.ko", "lessons/GLOSSARY"],
+    "filenames": ["ko/lessons/GLOSSARY.md", "index.md", "README.ko.md", "lessons/GLOSSARY.md"],
+    "titles": ["용어", "The Inference Ladder", "추론 사다리", "Glossary"],
+    "terms": {"cach": [0, 1, 3], "캐시": [0, 2], "token": 3, "triton": 1, "글": 2},
+    "titleterms": {"glossari": 3, "용어": 0},
+    "alltitles": {"Token": [[0, "token"], [3, "token"]], "용어": [[0, None]]},
+    "envversion": {"sphinx": 66},
+}
+
+
+def test_the_index_of_the_search_is_one_for_each_language(tmp_path):
+    (tmp_path / search.WHOLE).write_text(f"Search.setIndex({json.dumps(INDEX)})")
+    search.split(tmp_path)
+    found = {}
+    for language in search.LANGUAGES:
+        script = (tmp_path / f"searchindex-{language}.js").read_text(encoding="utf-8")
+        found[language] = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert found["en"] == {
+        "docnames": ["index", "lessons/GLOSSARY"],
+        "filenames": ["index.md", "lessons/GLOSSARY.md"],
+        "titles": ["The Inference Ladder", "Glossary"],
+        "terms": {"cach": [0, 1], "token": 1, "triton": 0},
+        "titleterms": {"glossari": 1},
+        "alltitles": {"Token": [[1, "token"]]},
+        "envversion": {"sphinx": 66},
+    }
+    assert found["ko"]["docnames"] == ["ko/lessons/GLOSSARY", "README.ko"]
+    assert found["ko"]["terms"] == {"cach": 0, "캐시": [0, 1], "글": 1}
+    assert found["ko"]["alltitles"] == {"Token": [[0, "token"]], "용어": [[0, None]]}
+
+
+def test_the_language_of_a_page_is_told_by_its_place():
+    for page in translations.translated(REPOSITORY):
+        assert search.language_of(order.staged(page).removesuffix(".md")) == "ko"
+    for page in ("index", "lessons/GLOSSARY", "notebooks/00_gpu_and_triton", "korea"):
+        assert search.language_of(page) == "en"
+    assert search.language_of("ko/notebooks/00_gpu_and_triton") == "ko"
 
 
 # ---------------------------------------------------------------- the interface

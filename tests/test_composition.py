@@ -15,11 +15,19 @@ from reference.features.composition import GROUP_OF, Apart, are_apart, why_apart
 from reference.features.states.room import check_states
 from reference.parallel.engine import config_for
 from reference.speculation.speculative_config import METHODS
-from tests.composition_cases import WEIGHTS, args_of, check, engine_of, model_of, stored_as
+from tests.composition_cases import (
+    ARGUMENTS,
+    WEIGHTS,
+    args_of,
+    check,
+    engine_of,
+    model_of,
+    stored_as,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = list(combinations(GROUP_OF, 2))
-PARALLEL = ("tensor parallel", "pipeline parallel", "data parallel")
+PARALLEL = ("tensor parallel", "pipeline parallel", "data parallel", "decode context")
 TRIPLES = 500
 
 
@@ -42,7 +50,7 @@ def holds(pair) -> None:
 def asked(pair):
     """An engine with both, as far as it is made before the pair is refused."""
     if "pictures" in pair and set(pair) & set(PARALLEL):
-        size = {f"{name}_size": 2 for name in map(underscored, pair) if name.endswith("parallel")}
+        size = {key: 2 for name in pair for key in ARGUMENTS.get(name, ()) if "parallel" in key}
         return config_for(EngineArgs(str(ROOT / "models/tiny-vision"), **size))
     if why_apart(*pair) == why_apart("GGUF", "MLA"):  # none is written either
         with pytest.raises(AssertionError):
@@ -55,10 +63,6 @@ def asked(pair):
     if "states" in pair and set(pair) & set(METHODS):  # said before a draft is loaded
         return check_states(args_of(pair))
     return engine_of(frozenset(pair)) if not set(pair) & set(PARALLEL) else args_of(pair)
-
-
-def underscored(name: str) -> str:
-    return name.replace(" ", "_")
 
 
 @pytest.mark.sample(6)

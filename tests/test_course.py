@@ -17,12 +17,9 @@ from tests import (
     number_rules,
     text_rules,
 )
+from tests.warned import AnatomyWarning
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-class AnatomyWarning(UserWarning):
-    """A lesson, or a function of it, lacks a part that others have."""
 
 
 RULES = {
@@ -38,6 +35,7 @@ RULES = {
     "plain words": house_rules.unplain_words,
     "one evening a lesson": text_rules.long_cores,
     "minutes of a lesson": minutes.wrong_minutes,
+    "minutes of a notebook": minutes.wrong_notebooks,
 }
 ANATOMY = {
     "parts of a lesson": anatomy_rules.missing_parts,
@@ -114,6 +112,30 @@ def test_minutes_follow_words_figures_steps_and_exercises(tmp_path):
     minutes.write(tmp_path)
     assert not minutes.wrong_minutes(tmp_path)
     assert (tmp_path / "README.md").read_text() == row.replace("| 7 |", "| 35 |")
+
+
+@pytest.mark.parametrize(
+    "said, is_wrong",
+    [
+        ("The exercises take about an hour. Running the notebook takes a minute.", False),
+        ("The exercises\ntake about 70 minutes and everything else 15.", False),
+        ("The exercises take about two hours.", True),
+        ("About an hour and a half with the exercises; running it takes a minute.", False),
+        ("About an hour with the exercises.", True),
+        ("The exercises take about a while.", True),
+        ("No word of it.", True),
+    ],
+)
+def test_a_notebook_says_the_time_of_its_lesson(said, is_wrong, tmp_path):
+    """60 minutes of exercises and 25 of all else; a quarter of an hour may be between them."""
+    room = tmp_path / "lessons/l03_cache"
+    room.mkdir(parents=True)
+    fold = "<details><summary><b>3.1 Sum</b> · 60 minutes · ★</summary>\na hint</details>\n"
+    (room / "README.md").write_text("Read 15 min · code 60 min · plot 10 min\n\n" + fold)
+    (tmp_path / "notebooks").mkdir()
+    cells = {"cells": [{"cell_type": "markdown", "source": said.splitlines(keepends=True)}]}
+    (tmp_path / "notebooks/03_cache.ipynb").write_text(json.dumps(cells))
+    assert bool(minutes.wrong_notebooks(tmp_path)) == is_wrong
 
 
 # ---------------------------------------------------------------- notebooks

@@ -76,6 +76,7 @@ TAKES = {
         mamba_block_size=(None,),
         enable_expert_parallel=(True,),
         eplb_config=(None,),
+        compilation_config=(None,),
         distributed_executor_backend=(None,),
     ),
     SamplingParams: dict(

@@ -43,6 +43,7 @@ from tests.engine_cases import (
     new_model,
     random_prompts,
 )
+from tests.paces import for_commands, step_when
 from tests.server.paths import MODEL
 from tests.server.soak import processes_of
 
@@ -218,14 +219,17 @@ class Collects:
 
 def test_a_dropped_stream_is_heard_wherever_it_is_collected(model):
     """Also by the thread that is sending something just then: it does not wait for itself."""
-    with at_a_pipe(model) as (client, _):
+    with at_a_pipe(model) as (client, served):
+        is_open = for_commands(served)
 
         async def everything():
             dropped = [await client.add_request("dropped", [1, 2], params(60))]
             dropped.append(dropped)  # a circle, which only the collector finds
             client.pipe = Collects(client.pipe)
             del dropped
-            assert len((await read(await client.add_request("other", [1], params(2))))[-1]) == 2
+            other = await client.add_request("other", [1], params(2))
+            is_open.set()
+            assert len((await read(other))[-1]) == 2
             client.pipe = client.pipe.pipe
             while client.readers:
                 await asyncio.sleep(0.001)
@@ -242,6 +246,7 @@ def test_a_dropped_stream_is_heard_wherever_it_is_collected(model):
 
 def test_refusals_are_those_of_the_engine(model):
     with at_a_pipe(model, Limits(max_waiting_requests=0), max_num_seqs=1) as (client, served):
+        is_open = for_commands(served)
 
         async def everything():
             for wishes in (dict(prompt=[]), dict(prompt=[1], timeout_s=0), dict(prompt=[99])):
@@ -256,6 +261,7 @@ def test_refusals_are_those_of_the_engine(model):
                 await client.add_request("first", [1, 2], params(4))
             assert client.stats().num_refused == 1
             client._send("forget", 10**6, "first")  # as a refused reader does when cancelled
+            is_open.set()
             assert len((await read(first))[-1]) == 40, "a namesake that is refused ends no other"
             served.clock = lambda: time.monotonic() + 10**6
             with pytest.raises(DeadlineExceeded):
@@ -270,8 +276,7 @@ def test_refusals_are_those_of_the_engine(model):
 
 def test_who_gives_up_before_the_reply_is_computed_no_further(model):
     with at_a_pipe(model) as (client, served):
-        advance = served.engine.advance
-        served.engine.advance = lambda: (time.sleep(0.005), advance())[1]
+        for_commands(served)
 
         async def everything():
             task = asyncio.create_task(client.add_request("a", [5, 6], params(60)))
@@ -294,7 +299,7 @@ def test_answers_that_change_places_are_told_whole(model, seed):
         temperature=1, seed=3, n=2, best_of=6, max_tokens=12, ignore_eos=True, detokenize=False
     )
     with at_a_pipe(model) as (client, served):
-        step, made = served.step, []
+        step, made, told = served.step, [], []
 
         def noted_step():
             outputs = step()
@@ -302,13 +307,14 @@ def test_answers_that_change_places_are_told_whole(model, seed):
             return outputs
 
         served.step = noted_step
+        step_when(served, lambda: len(told) == len(made))
 
         async def everything():
-            answer = client.generate([5, 6], best, "a")
-            return [[one.token_ids for one in output.outputs] async for output in answer]
+            async for output in client.generate([5, 6], best, "a"):
+                told.append([one.token_ids for one in output.outputs])
 
-        told = asyncio.run(everything())
-        assert len(told) > 2 and all(one in made for one in told) and told[-1] == made[-1]
+        asyncio.run(everything())
+        assert len(told) > 2 and told == made
 
 
 def test_draining_does_not_wait_for_ever(model):

@@ -17,7 +17,8 @@ from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import Job, Report
 from lessons.toolbox.proof import beside, table
 from lessons.toolbox.proof.__main__ import NEEDED
-from lessons.toolbox.proof.steps import ENGINE_TESTS
+from lessons.toolbox.proof.steps import ENGINE_TESTS, FIRST
+from tests.since import git
 
 ROOT = Path(__file__).parents[1]
 OURS = ("lessons", "reference", "tests", "models", "solutions", "exercises")
@@ -44,15 +45,19 @@ def test_what_other_packages_bring(package):
     assert distribution in required
 
 
-def test_the_steps_import_nothing_else():
-    """All that is imported while the tests and benchmarks of `make gpu` are loaded. A file that
-    skips its tests without a package may import it.
-    """
-    roots = [*ROOT.glob("lessons/l*/**/test_*.py"), *ROOT.glob("lessons/l*/lab/benchmark.py")]
-    roots += [ROOT / "conftest.py", ROOT / "reference/ladder/__main__.py"]
-    roots += [ROOT / test for test in ENGINE_TESTS]
-    plugins = ["tests.since", "tests.seeds", "tests.sample", "lessons.toolbox.proof.record"]
-    roots += [file_of(name) for name in [*plugins, "lessons.toolbox.proof.__main__"]]
+# ---------------------------------------------------------------- what the steps import and read
+
+
+def first_files() -> list[Path]:
+    """What the steps run by name, before the last one, which is all other tests of the lessons."""
+    tests = ROOT.glob("lessons/l*/**/test_*.py")
+    found = [file for file in tests if any(word in file.read_text("utf-8") for word in FIRST)]
+    found += [*ROOT.glob("lessons/l*/lab/benchmark.py"), ROOT / "reference/ladder/__main__.py"]
+    return found + [ROOT / test for test in ENGINE_TESTS]
+
+
+def loaded_with(roots: list[Path]) -> tuple[set[Path], dict[str, str]]:
+    """(all files of the course that are loaded with these, {foreign module: who imports it})."""
     found, waiting = set(roots), list(roots)
     foreign = {}
     while waiting:
@@ -64,9 +69,45 @@ def test_the_steps_import_nothing_else():
             elif (other := file_of(name)) and other not in found:
                 found.add(other)
                 waiting.append(other)
+    return found, foreign
+
+
+def test_the_steps_import_nothing_else():
+    """All that is imported while the tests and benchmarks of `make gpu` are loaded. A file that
+    skips its tests without a package may import it.
+    """
+    roots = [*first_files(), *ROOT.glob("lessons/l*/**/test_*.py"), ROOT / "conftest.py"]
+    plugins = ["tests.since", "tests.seeds", "tests.sample", "lessons.toolbox.proof.record"]
+    plugins += ["lessons.toolbox.proof.cases", "lessons.toolbox.proof.__main__"]
+    found, foreign = loaded_with([*roots, *map(file_of, plugins)])
     assert len(found) > 500
     known = {"torch", *NEEDED, *BROUGHT, *sys.stdlib_module_names}
     assert {name: file for name, file in foreign.items() if name not in known} == {}
+
+
+TRAVELS_MIB = 60  # the machines that are lent take a working tree of 64 MiB
+
+
+def test_what_travels_to_a_borrowed_machine_is_small_and_all_that_is_needed():
+    """By the patterns of travels.txt, whose last match counts: everything, but for what follows."""
+    everything, *stays = (ROOT / "lessons/toolbox/proof/travels.txt").read_text("utf-8").split()
+    assert everything == "/*" and all(line[:2] in ("!/", "!*") for line in stays)
+    folders = tuple(line[2:] for line in stays if line[1] == "/")
+    endings = tuple(line[2:] for line in stays if line[1] == "*")
+    if not (names := git(ROOT, "ls-files")):
+        pytest.skip("NOT RUN: this is no checkout")
+    for pattern in (*folders, *endings):
+        assert any(name.startswith(pattern) or name.endswith(pattern) for name in names), pattern
+    kept = [name for name in names if not (name.startswith(folders) or name.endswith(endings))]
+    files = {ROOT / name for name in kept if (ROOT / name).exists()}
+    assert sum(file.stat().st_size for file in files) < TRAVELS_MIB * 2**20
+    needed, _ = loaded_with([*first_files(), ROOT / "conftest.py"])
+    assert {file for file in needed if file.relative_to(ROOT).as_posix() in names} <= files
+    models = re.compile(
+        "|".join(rf"\b{Path(folder).name}\b" for folder in folders if "-" in folder)
+    )
+    asking = [file for file in first_files() if models.search(file.read_text("utf-8"))]
+    assert not asking, "they name models that stay at home"
 
 
 @cache

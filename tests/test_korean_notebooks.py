@@ -14,14 +14,11 @@ import pytest
 from book import notebooks
 from book.agreement import differences
 from book.stage import Stage
+from tests.warned import TranslationWarning
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = notebooks.pages(REPOSITORY)
 HANGUL = re.compile("[가-힣]")
-
-
-class TranslationWarning(UserWarning):
-    """A cell that is missing or stale."""
 
 
 def test_what_is_missing_or_stale_is_listed():

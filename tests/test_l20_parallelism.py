@@ -13,6 +13,7 @@ import torch
 from lessons.l01_roofline.calculators import kv_bytes_per_token, weight_bytes
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l20_parallelism.lab import cuts, experiments, price, small_sums
+from lessons.l20_parallelism.lab.rank_times import time_ranks
 from lessons.l20_parallelism.pipeline import bubble, decode_bubble
 from lessons.l20_parallelism.planner import context as sharing
 from lessons.l20_parallelism.planner.links import (
@@ -26,6 +27,7 @@ from lessons.l20_parallelism.planner.planner import plan
 from lessons.l20_parallelism.planner.scaling import decode_step, prefill
 from lessons.l20_parallelism.planner.shares import Layout
 from lessons.l20_parallelism.processes.collectives import WAYS, fewest_bytes
+from lessons.l20_parallelism.processes.group import Group
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
@@ -73,12 +75,31 @@ def test_the_record_of_small_sums_is_the_command_s():
     assert list(sums) == [str(size) for size in small_sums.SIZES]
     assert all(found["one_shot_fastest_s"] < found["gloo_fastest_s"] for found in sums.values())
     assert f"fastest of {record['repeats']} rounds" in README
-    assert small_sums.main(["--repeats", "0"]) == 2
 
 
-def test_a_measurement_that_cannot_be_is_refused_in_one_line(capsys):
-    assert experiments.main(["--repeats", "0"]) == 2
-    assert capsys.readouterr().err == "experiments: --repeats: got 0; accepted: 1 or more\n"
+@pytest.mark.parametrize("command", [experiments, small_sums])
+def test_a_measurement_that_cannot_be_is_refused_in_one_line(command, capsys):
+    assert command.main(["--repeats", "0"]) == 2
+    name = command.__name__.rpartition(".")[2]
+    assert capsys.readouterr().err == f"{name}: --repeats: got 0; accepted: 1 or more\n"
+
+
+def squares_of(world: Group, repeats: int) -> dict:
+    """What a rank found."""
+    return {f"rank {world.rank}": repeats**2}
+
+
+def test_a_measurement_is_printed_and_recorded(tmp_path, capsys):
+    """What the first of two ranks found, with the facts that the command knows."""
+    found = {"ranks": {"rank 0": 9}}
+    record = {"name": "l20_squares", "clock": "none"}
+    given = ["--repeats", "3", "--out", str(tmp_path)]
+    assert time_ranks("squares", "Squares.", {"ranks": squares_of}, record, 1, given) == 0
+    assert capsys.readouterr().out == "ranks\n  rank 0: 9\n"
+    (path,) = tmp_path.iterdir()
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert path.name == "l20_squares.json" and written.pop("fingerprint")
+    assert written == record | {"schema": 1, "repeats": 3, "series": found}
 
 
 def sums_of(model) -> int:

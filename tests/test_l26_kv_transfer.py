@@ -18,7 +18,7 @@ from lessons.l26_kv_transfer.costs import (
     token_of,
     ways,
 )
-from lessons.l26_kv_transfer.lab.pictures import FIGURES
+from lessons.l26_kv_transfer.lab.pictures import PICTURES
 from lessons.l26_kv_transfer.lab.simulated import (
     APART,
     MANY,
@@ -141,9 +141,9 @@ def test_the_panels_are_what_their_description_says():
     said("For Llama-2-7B three of five links are slower than computing")
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_figures_are_legible_and_drawn_anew(name):
-    figure = FIGURES[name]()
+    figure = PICTURES[name][0]()
     assert not texts_outside(figure) and not overlapping_texts(figure)
     svg = (ROOM / f"lab/{name}.svg").read_text(encoding="utf-8")
     title = figure.get_suptitle()

@@ -21,7 +21,7 @@ from lessons.l27_states.lab.costs import (
     state_at_each_token,
 )
 from lessons.l27_states.lab.needle import FEW_KEYS, RULES, different_keys, same_keys
-from lessons.l27_states.lab.pictures import FIGURES
+from lessons.l27_states.lab.pictures import PICTURES
 from lessons.l27_states.naive import (
     decayed_linear_attention,
     delta_rule,
@@ -216,9 +216,9 @@ def test_the_quiz_and_step_2():
     assert out.flatten().tolist() == [1 / 2, 3 / 4, 7 / 8]
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_figures_are_legible_and_drawn_anew(name):
-    figure = FIGURES[name]()
+    figure = PICTURES[name][0]()
     assert not texts_outside(figure) and not overlapping_texts(figure)
     svg = (ROOM / f"lab/{name}.svg").read_text(encoding="utf-8")
     title = figure.get_suptitle()

@@ -18,7 +18,7 @@ from lessons.l28_sparse_attention.costs import (
     sparse,
     top_k_s,
 )
-from lessons.l28_sparse_attention.lab.pictures import CHOICES, FIGURES, TOY, top
+from lessons.l28_sparse_attention.lab.pictures import CHOICES, PICTURES, TOY, top
 from lessons.l28_sparse_attention.lab.quality import KEYS, OUT
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from tests.excerpts import plain_readme, stray_excerpts
@@ -95,9 +95,9 @@ def test_the_quiz():
     said(f"beside {LONG * ROW * LAYERS / 1e9:.2f} GB of latents")
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_figures_are_legible_and_drawn_anew(name):
-    figure = FIGURES[name]()
+    figure = PICTURES[name][0]()
     assert not texts_outside(figure) and not overlapping_texts(figure)
     svg = (ROOM / f"lab/{name}.svg").read_text(encoding="utf-8")
     title = figure.get_suptitle()

@@ -17,11 +17,11 @@ from lessons.l20_parallelism.processes.launch import RankError
 from reference import AsyncLLMEngine, SamplingParams
 from reference.engine.async_engine import EngineDeadError
 from reference.engine.llm import LLM
-from reference.parallel import engine as parallel
 from tests.parallel_cases import (
     answers,
     assert_all_gone,
     parallel_engine,
+    pids_of_workers,
     requests,
     serve,
     small_args,
@@ -76,16 +76,7 @@ def at_run(engine, number: int, what) -> None:
 @pytest.mark.parametrize("when", ["load", "idle", "prefill", "decode"])
 @pytest.mark.sample(1)
 def test_a_worker_that_is_killed(model, mesh, rank, when, monkeypatch):
-    started, new_workers = [], parallel.new_workers
-
-    def watched(*arguments):
-        workers = new_workers(*arguments)
-        started.extend(process.pid for process, _ in workers.ranks)
-        if when == "load":
-            os.kill(started[rank], signal.SIGKILL)
-        return workers
-
-    monkeypatch.setattr(parallel, "new_workers", watched)
+    started = pids_of_workers(monkeypatch, killed=rank if when == "load" else None)
     said = rf"^rank {rank} died \(signal 9\)$"
     if when == "load":
         with Fast(), pytest.raises(RankError, match=said):

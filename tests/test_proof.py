@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,130 +26,17 @@ from lessons.toolbox.kernels import compile_check
 from lessons.toolbox.kernels.compile_report import CHIPS, Report
 from lessons.toolbox.measure.device import has_gpu, interpreting, machine_chip
 from lessons.toolbox.proof import __main__ as proof
+from lessons.toolbox.proof import cases as proof_cases
 from lessons.toolbox.proof import machine as proof_machine
 from lessons.toolbox.proof import record as proof_record
 from lessons.toolbox.proof import run as proof_run
 from lessons.toolbox.proof import sanitizer, table
 from lessons.toolbox.proof import steps as proof_steps
 from lessons.toolbox.proof.numerics import Errors
+from tests import proof_course
+from tests.proof_course import OPTIMIZED, REPOSITORY, TESTS, gpu, write
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
-# Neither Triton nor torch is needed to test the bookkeeping: a kernel is what has its function
-# under `fn`.
-OPTIMIZED = """
-import types
-triton = types.SimpleNamespace(jit=lambda f: types.SimpleNamespace(fn=f))
-@triton.jit
-def copy_kernel(x, out, BLOCK):
-    out[0] = x[0]
-"""
-CONFTEST = """
-import os
-pytest_plugins = ["lessons.toolbox.proof.record"]
-from lessons.toolbox.proof import record as proof_record
-proof_record.where = lambda kernel, chip=None: os.environ.get("PRETEND", "cuda")
-"""
-TESTS = """
-import pytest
-from lessons.{room}.optimized import copy_kernel
-def test_small(proof):
-    proof.record(copy_kernel)
-@pytest.mark.parametrize("share", [0.5])
-def test_large(proof, share):
-    proof.record(copy_kernel)
-def test_other_things():
-    pass
-@pytest.mark.compiler
-def test_compiles():
-    assert False, "needs no GPU, so it does not run here"
-"""
-LADDER = """
-import pathlib, sys
-pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "ladder.json").write_text('{"rungs": []}')
-"""
-BENCH = """
-import os, pathlib, sys
-if "TIMED_ONCE" in os.environ:
-    open("warmed", "a").write(sys.argv[1])
-    sys.exit(1)  # a warm-up that fails is no failure
-assert "--resume" in sys.argv
-pathlib.Path(sys.argv[sys.argv.index("--out") + 1], f"l{sys.argv[1]}_copy.json").write_text("{}")
-sys.exit(pathlib.Path("bench_exit").exists())
-"""
-SANITIZER = """#!{python}
-import os, subprocess, sys, pathlib
-python = sys.argv.index(sys.executable)
-said = pathlib.Path("{root}/said")
-if said.exists():
-    print(said.read_text())
-    sys.exit(86)
-assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-code = subprocess.run(sys.argv[python:]).returncode
-race = "racecheck" in sys.argv
-print("=========", "RACECHECK SUMMARY: 0 hazards displayed" if race else "ERROR SUMMARY: 0 errors")
-sys.exit(code)
-"""
-INI = """[pytest]
-pythonpath = .
-addopts = --import-mode=importlib --strict-markers
-markers = compiler: asks the compiler
-"""
-
-
-@pytest.fixture
-def course(tmp_path):
-    """A course of two lessons that pass, with this repository's proof machinery and stand-ins for
-    bench and ladder.
-    """
-    toolbox = tmp_path / "lessons" / "toolbox"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "lessons" / "toolbox", toolbox, ignore=ignored)
-    files = {
-        "lessons/__init__.py": "",
-        "lessons/toolbox/measure/bench.py": BENCH,
-        "conftest.py": CONFTEST,
-        "pytest.ini": INI,
-        "reference/ladder/__main__.py": LADDER,
-        "lessons/l01_copy/lab/benchmark.py": "",
-        "compute-sanitizer": SANITIZER.format(python=sys.executable, root=tmp_path),
-    }
-    for room in ("l01_copy", "l02_more"):
-        files[f"lessons/{room}/optimized.py"] = OPTIMIZED
-        files[f"lessons/{room}/lab/specs.py"] = "KERNELS = []\n"
-        files[f"lessons/{room}/test_equivalence.py"] = TESTS.format(room=room)
-    for name, text in files.items():
-        write(tmp_path, name, text)
-    (tmp_path / "compute-sanitizer").chmod(0o755)
-    return tmp_path
-
-
-def write(course, name, text):
-    path = course / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def gpu(
-    course,
-    capsys,
-    out="out",
-    minutes=5.0,
-    interpreted=False,
-    tool=True,
-    lesson=None,
-    pack=None,
-    workers=1,
-):
-    """One `make gpu` on a pretended GPU: (exit code, what it printed, its steps)."""
-    device = {"device": "NVIDIA Pretend 9000", "torch": "2"}
-    path = str(course / "compute-sanitizer") if tool else None
-    here = proof_machine.Machine(device, interpreted, path, jobs=2, workers=workers)
-    given = Namespace(lesson=lesson, out=course / out, budget_minutes=minutes, pack=pack)
-    code = proof.prove(given, here, course)
-    file = course / out / "proof.json"
-    steps = json.loads(file.read_text())["steps"] if file.exists() else {}
-    return code, capsys.readouterr().out, steps
+course = proof_course.course
 
 
 # ---------------------------------------------------------------- what a test records
@@ -175,11 +61,12 @@ def test_fails_in_teardown(proof, bad_end): proof.record(copy_kernel)
 def test_knows_no_proof(): assert False
 """,
     )
-    command = [sys.executable, "-m", "pytest", "-q", "--junitxml", "tests.xml", "lessons/l01_copy"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "lessons.toolbox.proof.cases"]
+    command += ["--cases", "tests.jsonl", "lessons/l01_copy"]
     environment = os.environ | proof_machine.ENVIRONMENT
     done = subprocess.run(command, cwd=course, capture_output=True, text=True, env=environment)
     assert "records no kernel" in done.stdout, done.stdout
-    cases = {case.test.split("::")[1]: case for case in proof_record.read(course / "tests.xml")}
+    cases = {case.test.split("::")[1]: case for case in proof_cases.read(course / "tests.jsonl")}
     assert {name: case.status for name, case in cases.items()} == {
         "test_passes": "passed",
         "test_fails_after_recording": "failed",
@@ -194,7 +81,7 @@ def test_knows_no_proof(): assert False
 
 
 def test_a_run_cut_off_before_it_wrote_its_cases_has_none(tmp_path):
-    assert proof_record.read(tmp_path / "none.xml") == []
+    assert proof_cases.read(tmp_path / "none.jsonl") == []
 
 
 def errors(rms):
@@ -232,9 +119,9 @@ def test_of_all_cases_the_worst_errors_and_two_quick_tests_are_kept():
     for i, rms in enumerate((3e-7, 2e-6, 1e-7)):
         figures = {"rms": rms, "rms_eager": 1e-7, "floor": 2e-6}
         entry = {"hash": "aa", "errors": figures, "where": "cuda"}
-        cases.append(proof_record.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
-    cases.append(proof_record.Case("t3", "failed", 0.1, {}))
-    cases.append(proof_record.Case("t4", "skipped", 0.0, {}))
+        cases.append(proof_cases.Case(f"t{i}", "passed", 3.0 - i, {"07/k": entry}))
+    cases.append(proof_cases.Case("t3", "failed", 0.1, {}))
+    cases.append(proof_cases.Case("t4", "skipped", 0.0, {}))
     found = proof_record.gathered(cases, ("cuda",))
     assert (found["tests"], found["failed"]) == (4, ["t3"])
     kernel = found["kernels"]["07/k"]
@@ -358,10 +245,11 @@ def test_the_tests_of_a_lesson_shared_by_two_processes_record_the_same(course, c
 
 def test_two_runs_at_once_do_not_read_each_others_reports(course):
     """A folder of reports that they shared had one run miss the kernels of the other."""
-    machine = SimpleNamespace(workers=1)
+    machine = SimpleNamespace(workers=1, interpreted=False, fingerprint={}, chip=None)
     runs = [proof_steps.Steps(machine, course / name, {}, course) for name in "ab"]
-    reports = {one.testing("02 equivalence", ["tests"], "").junit for one in runs}
-    assert len(reports) == 2 and all(report.parent.is_dir() for report in reports)
+    for watched in ([], ["compute-sanitizer"]):
+        steps = [one.testing("02 equivalence", ["tests"], "", watched=watched) for one in runs]
+        assert len({step.cases for step in steps}) == 2
 
 
 def test_the_results_in_one_file(course, capsys):
@@ -408,12 +296,16 @@ def test_a_failure_is_recorded_and_stops_nothing(course, capsys):
 
 
 @pytest.mark.sample(3, of="processes")
-def test_a_lesson_that_hangs_is_ended_with_its_children(course, capsys, monkeypatch):
+@pytest.mark.parametrize("hangs_s, status", [(2, "failed"), (600, "timeout")])
+def test_a_lesson_that_hangs_is_ended_with_its_children(
+    course, capsys, monkeypatch, hangs_s, status
+):
+    """By the limit of a test, or else by that of the step."""
     _, _, steps = gpu(course, capsys, tool=False, lesson="02")
     limit_s = 5 + 2 * steps["02 equivalence"]["seconds"]
     for kind in ("equivalence", "checks"):  # both run the test that hangs
         monkeypatch.setitem(proof_steps.LIMIT_S, kind, limit_s)
-    monkeypatch.setattr(proof_steps, "HANGS_S", 2)
+    monkeypatch.setattr(proof_steps, "HANGS_S", hangs_s)
     hanging = """
 def test_hangs(proof):
     import subprocess, pathlib
@@ -424,10 +316,10 @@ def test_hangs(proof):
     room = "lessons/l01_copy/test_equivalence.py"
     write(course, room, TESTS.format(room="l01_copy") + hanging)
     code, _, steps = gpu(course, capsys, tool=False)
-    assert code == 1 and steps["01 equivalence"]["status"] == "timeout"
+    assert code == 1 and steps["01 equivalence"]["status"] == status
     assert steps["01 benchmark"]["status"] == "passed", "a lesson that hangs stops nothing"
     log = (course / "out" / "log.txt").read_text()
-    assert "in test_hangs" in log, "the log says which test hung"
+    assert ("in test_hangs" in log) is (status == "failed"), "the log says which test hung"
     child = int((course / "child").read_text())
     for _ in range(50):  # the kernel reaps it when it likes
         stat = Path(f"/proc/{child}/stat")
@@ -663,7 +555,7 @@ def test_gluon_on_a_cpu_is_compiled():
         assert proof_record.where(flash_hopper_kernel) == "sm_90"
         assert proof_record.where(flash_hopper_kernel, 100) == "sm_100"
     found = {"where": "sm_90", "hash": "new", "errors": None}
-    case = proof_record.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
+    case = proof_cases.Case("test.py::test_k", "passed", 1.0, {"01/k": found})
     proof = proof_of("cpu", "new")
     proof["steps"]["01 equivalence"] |= proof_record.gathered([case], proof_record.WITHOUT_GPU)
     assert table.proof_cell("01/k", "new", [proof]) == "compiled code only"

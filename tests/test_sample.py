@@ -2,11 +2,15 @@
 run.
 """
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.sample import CHEAP_S, FIRST, OF_A_LESSON, counted, within
+from tests.sample import CHEAP_S, FIRST, OF_A_LESSON, counted, within, written
 from tests.seconds import OTHERS, Seconds
 
 
@@ -48,6 +52,62 @@ def test_a_group_has_one_count():
     other = Case("d.py::alone", pytest.mark.sample(3, of="x").mark)
     with pytest.raises(pytest.UsageError, match=r"'x' has 2 and 3 \(at d.py::alone\)"):
         counted([*CASES, other], "run")
+
+
+SAMPLED = """import pytest
+
+pytestmark = [
+    pytest.mark.sample({count}, of="a group"),
+]
+
+
+@pytest.mark.sample({other}, of="another")
+def test_it():
+    pass
+"""
+
+
+@pytest.fixture
+def course(tmp_path) -> Path:
+    """Two files of tests whose markers disagree in the second group, with this plugin alone."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    (tmp_path / "conftest.py").write_text(
+        "pytest_plugins = ['tests.sample']\n"
+        "def pytest_addoption(parser):\n"
+        "    parser.addoption('--all', action='store_true')\n"
+        "    parser.addoption('--record-seconds', action='store_true')\n"
+    )
+    for name, count, other in (("a", 2, 1), ("b", 2, 3)):
+        path = tmp_path / f"tests/folder/test_{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(SAMPLED.format(count=count, other=other))
+    return tmp_path
+
+
+def test_markers_are_read_where_they_are_written(course):
+    found = list(written(course, ["tests"]))
+    assert found == [
+        ("a group", 2, "tests/folder/test_a.py:4"),
+        ("another", 1, "tests/folder/test_a.py:8"),
+        ("a group", 2, "tests/folder/test_b.py:4"),
+        ("another", 3, "tests/folder/test_b.py:8"),
+    ]
+
+
+def test_a_disagreement_is_told_before_processes_start(course):
+    """In one line. xdist would say `INTERNALERROR> AssertionError` of a process that has ended."""
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "1", "--quick", "-p", "no:cacheprovider"],
+        cwd=course,
+        env=os.environ | {"PYTHONPATH": root, "LADDER_SEED": "7"},
+        capture_output=True,
+        text=True,
+    )
+    said = "'another' has 1 and 3 (at tests/folder/test_b.py:8); accepted: one count"
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert done.stderr.split("\n", 1)[0] == f"ERROR: sample: {said}", done.stderr
+    assert not done.stdout.strip()
 
 
 # ---------------------------------------------------------------- the seconds of a run

@@ -53,6 +53,7 @@ CASES = [
     ("deepseek_v3", (1, 2, 2), {}),
     ("deepseek_v3", (1, 1, 4), dict(speculative_config=NGRAM)),
     ("deepseek_v3", (2, 1, 2), dict(async_scheduling=True)),
+    ("deepseek_v3", (2, 1, 2), dict(decode_context_parallel_size=2, block_size=2)),
     ("gpt_oss", (2, 1, 2), {}),
     ("mixtral", (2, 1, 2), dict(quantization="int8")),
     *(("qwen2_moe", (1, 1, 2), dict(all2all_backend=name)) for name in FORMS),
@@ -280,7 +281,11 @@ def test_every_name_has_a_form():
         ("mixtral", dict(quantization="int8", enable_eplb=True), "False for experts that are no"),
         ("gpt_oss", dict(enable_eplb=True), "enable_eplb: got True; accepted: False for experts"),
         ("qwen2_moe", dict(enable_lora=True), "enable_lora: got True; accepted: False for a model"),
-        ("mixtral", dict(all2all_backend="pplx"), "all2all_backend: got 'pplx'; accepted: allgath"),
+        (
+            "mixtral",
+            dict(all2all_backend="pplx"),
+            "all2all_backend: got 'pplx'; accepted: naive or",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(family, how, said, tmp_path, seed, monkeypatch):

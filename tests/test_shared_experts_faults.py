@@ -23,7 +23,6 @@ from lessons.toolbox.model.checkpoint import load_config
 from lessons.toolbox.model.config import ModelConfig
 from reference import AsyncLLMEngine
 from reference.engine.async_engine import EngineDeadError
-from reference.parallel import engine as parallel
 from reference.parallel import experts, processes
 from reference.parallel.experts import FORMS, SharedExperts
 from reference.parallel.lockstep import LockstepEngine
@@ -31,6 +30,7 @@ from tests.parallel_cases import (
     answers,
     assert_all_gone,
     parallel_engine,
+    pids_of_workers,
     requests,
     serve,
     whole_engine,
@@ -54,16 +54,7 @@ def model(tmp_path, seed) -> str:
 @pytest.mark.sample(1, of="shared faults")
 def test_a_worker_that_is_killed(model, rank, when, monkeypatch):
     """Also one whose replica has no request, in the middle of another one's step."""
-    started, new_workers = [], parallel.new_workers
-
-    def watched(*arguments):
-        workers = new_workers(*arguments)
-        started.extend(process.pid for process, _ in workers.ranks)
-        if when == "load":
-            os.kill(started[rank], signal.SIGKILL)
-        return workers
-
-    monkeypatch.setattr(parallel, "new_workers", watched)
+    started = pids_of_workers(monkeypatch, killed=rank if when == "load" else None)
     said = rf"^rank {rank} died \(signal 9\)$"
     if when == "load":
         with Fast(), pytest.raises(RankError, match=said):

@@ -32,7 +32,10 @@ def test_a_slide_has_no_caption_and_fills_the_projector(tmp_path):
     assert not overlapping_texts(figure)
 
 
+@pytest.mark.filterwarnings("error:.*found in sys.modules")
 def test_one_lesson_gives_its_pictures_and_its_records(tmp_path, capsys):
+    import lessons.l12_paged_kv.lab.pictures  # noqa: F401  # which imports those of lesson 10
+
     committed = ROOT / "lessons/l10_flash_decoding/lab/occupancy.svg"
     before = committed.stat().st_mtime_ns
     assert slides.main(["--lesson", "10", "--out", str(tmp_path)]) == 0

@@ -11,14 +11,11 @@ import pytest
 
 from book import glossary, notebooks, order, translations
 from book.agreement import differences
+from tests.warned import TranslationWarning
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = translations.translated(REPOSITORY)
 FRONT = "README.ko.md"
-
-
-class TranslationWarning(UserWarning):
-    """A page that is missing or stale."""
 
 
 def test_the_front_page_is_of_today():

@@ -6,7 +6,7 @@ import pytest
 
 from lessons.l01_roofline.planner.plan import make_plan
 from lessons.l01_roofline.planner.windows import BLOCK_SIZE, WINDOWED
-from lessons.l27_states.lab.pictures import FIGURES
+from lessons.l27_states.lab.pictures import PICTURES
 from lessons.l27_states.lab.windows import CHIP, CONTEXT, TIMES, WINDOW, draw_pages, rows, table
 from lessons.l27_states.lab.windows import SIZE as PAGE
 from lessons.toolbox.draw.figure import alt_of, overlapping_texts, texts_outside
@@ -69,7 +69,7 @@ def test_the_picture():
     assert f"a window of {WINDOW}" in alt and TIMES.step == 4 and "each four tokens" in alt
     figure = draw_pages()
     assert not texts_outside(figure) and not overlapping_texts(figure)
-    assert FIGURES["pages"] is draw_pages
+    assert PICTURES["pages"] == (draw_pages, None)
 
 
 def test_a_page_is_in_the_glossary():

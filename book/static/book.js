@@ -1,9 +1,9 @@
 /* A definition opens when the pointer or the keyboard rests on the link of a term. */
 (function () {
   "use strict";
-  if (location.protocol === "file:" && window.DOCUMENTATION_OPTIONS) {
+  if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined") {
     // A page that was opened from a folder may not read other pages. So results are titles only.
-    window.DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+    DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false; // of Sphinx, no property of the window
   }
 
   // For readers who listen or have no mouse: captions get a level, both sides of the page a name,
@@ -26,14 +26,33 @@
     });
   }
 
-  // What the glossary says of the term that a link leads to, in the language of that glossary.
+  // What the glossary says of the term that a link leads to, in the language of this page.
   function definitionOf(link) {
     const found = /GLOSSARY\.html#(.+)$/.exec(link.getAttribute("href") || "");
-    if (!found) return undefined;
+    return found ? (window.GLOSSARY || {})[decodeURIComponent(found[1])] : undefined;
+  }
+
+  // A Korean page says its language and searches in Korean pages, and the search page leads to the other language.
+  function speakItsLanguage() {
+    const asked = new URLSearchParams(location.search);
     const root = new URL(document.documentElement.dataset.content_root || "./", location.href);
-    const isKorean = link.href.startsWith(new URL("ko/", root).href);
-    const terms = (isKorean ? window.GLOSSARY_KO : window.GLOSSARY) || {};
-    return terms[decodeURIComponent(found[1])];
+    const page = location.href.slice(root.href.length);
+    const isKoreanPage = /^(ko\/|README\.ko\.)/.test(page);
+    if (isKoreanPage) document.querySelector("article").lang = "ko"; // Sphinx knows one language
+    const isKorean = isKoreanPage || asked.get("lang") === "ko";
+    for (const form of isKorean ? document.querySelectorAll("form[role=search]") : []) {
+      form.insertAdjacentHTML("beforeend", '<input type="hidden" name="lang" value="ko">');
+    }
+    const results = document.getElementById("search-results");
+    if (!results) return;
+    asked.set("lang", isKorean ? "en" : "ko");
+    const other = document.createElement("a");
+    other.href = `?${asked}`;
+    other.lang = isKorean ? "en" : "ko";
+    other.textContent = isKorean ? "Search the English pages" : "한국어 페이지에서 찾기";
+    const line = document.createElement("p");
+    line.append(other);
+    results.after(line);
   }
 
   function place(box, link) {
@@ -45,6 +64,7 @@
 
   document.addEventListener("DOMContentLoaded", function () {
     speakOfItself();
+    speakItsLanguage();
     const box = document.createElement("div");
     box.id = "definition";
     box.setAttribute("role", "tooltip");

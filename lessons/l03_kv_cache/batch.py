@@ -37,11 +37,13 @@ class Batch:
     states: object | None = None  # which slot each sequence's state has, in lesson 27 alone
     groups: tuple | None = None  # the step over each group's blocks (lesson 27's windows)
     plans: dict | None = None  # lists of splits by length, made once a step, from lesson 12 on
+    share: object | None = None  # which tokens are here, where ranks share them: the reference
     tree: Tensor | None = None  # [T, W] int8: which new token sees which, from lesson 17 on
     # Before the prompts, those that run one token each, or a tree: what lesson 12's kernels take
     # apart.
     num_decodes: int = 0  # sequences; 0, too, if there are no prompts
     num_decode_tokens: int = 0
+    is_part: bool = False  # of a step, whose max_context_len may be that of another part
 
     @cached_property
     def in_two(self) -> tuple["Batch", "Batch"]:
@@ -57,6 +59,7 @@ class Batch:
             block_table=None if table is None else table[:count],
             tree=None if self.tree is None else self.tree[:tokens],
             num_decodes=0,
+            is_part=True,
         )
         rest = replace(
             self,
@@ -66,6 +69,7 @@ class Batch:
             plans=None,
             tree=None,
             num_decodes=0,
+            is_part=True,
         )
         return front, rest
 
@@ -167,7 +171,8 @@ def _padded(tables: Sequence[Sequence[int]]) -> Tensor:
 
 def sequences(batch: Batch) -> Iterator[tuple[slice, int]]:
     """For each sequence the rows of its new tokens, and how many tokens it has with them."""
-    if len(batch.context_lens) == 1:  # known to Python, so nothing is read back from the device
+    # One alone is known to Python, so nothing is read back from the device.
+    if len(batch.context_lens) == 1 and not batch.is_part:
         yield slice(0, batch.max_seqlen_q), batch.max_context_len
         return
     starts = batch.cu_seqlens_q.tolist()

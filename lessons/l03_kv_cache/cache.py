@@ -127,14 +127,19 @@ class KVPool:
         # One slot more than the blocks have. It belongs to no sequence: a token at slot -1,
         # Python's last, goes there, because a write in PyTorch cannot be skipped without looking at
         # the data.
-        num_slots = self.num_blocks * self.block_size + 1
+        num_slots = self.num_blocks * self.slots_per_block + 1
         # Zeros, because what a batched decode masks is multiplied by 0, and 0 · NaN is NaN.
         return torch.zeros(len(self.layers), num_slots, *row, dtype=dtype, device=device)
 
     def blocks(self, slots: Tensor) -> Tensor:
         """slots: [..., slots + 1, Hkv, D] as blocks: [..., num_blocks, block_size, Hkv, D]."""
-        used = slots.narrow(-3, 0, self.num_blocks * self.block_size)
-        return used.unflatten(-3, (self.num_blocks, self.block_size))
+        used = slots.narrow(-3, 0, self.num_blocks * self.slots_per_block)
+        return used.unflatten(-3, (self.num_blocks, self.slots_per_block))
+
+    @property
+    def slots_per_block(self) -> int:
+        """One for each token of a block, unless other processes have some of the tokens."""
+        return self.block_size
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

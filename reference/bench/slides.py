@@ -110,10 +110,11 @@ def draw_pictures(room: Path, deck: Deck) -> int:
         taken.append(path.stem)
         deck.add(figure, f"{room.name}_{path.stem}")
 
-    arguments, sys.argv = sys.argv, [str(room / "lab/pictures.py")]
+    program = str(room / "lab/pictures.py")
+    arguments, sys.argv = sys.argv, [program]
     try:
         with pictures_to(take):
-            runpy.run_module(f"lessons.{room.name}.lab.pictures", run_name="__main__")
+            runpy.run_path(program, run_name="__main__")  # also if a later lesson has imported it
     except SystemExit as end:
         if end.code:
             raise ValueError(f"{room.name}: its pictures cannot be drawn") from None

@@ -1,6 +1,4 @@
-"""An engine out of its parts: which model, pool, blocks, scheduler and drafter the arguments ask
-for.
-"""
+"""An engine out of its parts: the model, pool, blocks, scheduler and drafter of its arguments."""
 
 from __future__ import annotations
 
@@ -184,14 +182,14 @@ def new_blocks(args: EngineArgs, runner: ModelRunner, others: list[KVPool]) -> B
 
         return feature_blocks(args, runner, others, new_cache(args))
     if args.enable_prefix_caching is False:
-        return BlockManager(runner.pool.num_blocks, args.block_size)
-    return CachingBlockManager(runner.pool.num_blocks, args.block_size, new_cache(args))
+        return BlockManager(runner.pool.num_blocks, args.tokens_per_block)
+    return CachingBlockManager(runner.pool.num_blocks, args.tokens_per_block, new_cache(args))
 
 
 def new_cache(args: EngineArgs) -> HashBlocks:
     """The prefix cache, which tells what it has if the arguments ask for it."""
     if not args.tells_blocks:
-        return HashBlocks(args.block_size)
+        return HashBlocks(args.tokens_per_block)
     from reference.features.kv_events import told_cache
 
     return told_cache(args)
@@ -212,7 +210,7 @@ def new_runner(
     draft reads it; tree: what its sequences run while they decode, None: one token, or a chain;
     groups: of its layers, None: one. kind: of the runner.
     """
-    size, rung = (num_blocks, args.block_size, max_model_len), None
+    size, rung = (num_blocks, args.tokens_per_block, max_model_len), None
     if args.batch_invariant or args.attention_config is not None:
         from reference.features.attention import prepared_for
 

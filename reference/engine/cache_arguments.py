@@ -122,15 +122,17 @@ def cache_dtype_of(config: ModelConfig, kv_cache_dtype: str) -> str:
 
 def read_by_kernels(args: EngineArgs, model: Decoder, tree: Tree | None) -> bool:
     """Whether kernels read the cache as it is stored, on a GPU. Quantized latents but DeepSeek's
-    rows become numbers first, and so does a quantized cache where sequences run trees.
+    rows become numbers first, and so does a quantized cache where sequences run trees, or ranks
+    share its tokens.
     """
     if args.kv_cache_dtype == "auto":
         return True
+    shares = args.decode_context_parallel_size > 1
     if args.kv_cache_dtype == "fp8_ds_mla":
         from lessons.l19_kv_quantization.kernels.latents.pool import RowKernelPool, row_pool_of
 
-        return row_pool_of(model) is RowKernelPool
-    return model.config.mla is None and tree is None
+        return row_pool_of(model) is RowKernelPool and not shares
+    return model.config.mla is None and tree is None and not shares
 
 
 def check_events(args: EngineArgs) -> None:

@@ -16,7 +16,6 @@ import torch
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l12_paged_kv.runner import step_batch
 from lessons.toolbox.model.config import ModelConfig
-from reference.engine.cache_arguments import cache_dtype_of
 from reference.engine.engine_args import EngineArgs
 from reference.engine.model_runner import ModelRunner
 
@@ -63,7 +62,7 @@ def blocks_that_fit(
 
     def needed(tokens: int) -> int:
         if groups is None:
-            return -(-tokens // args.block_size)
+            return -(-tokens // args.tokens_per_block)
         return groups.most_pages(tokens, args.block_size, args.max_num_batched_tokens)
 
     longest = needed(max_model_len)
@@ -80,9 +79,11 @@ def blocks_that_fit(
 
 def bytes_per_token(config: ModelConfig, kv_cache_dtype: str, itemsize: int) -> int:
     """K and V of one token in all layers. itemsize: bytes of a number in the model's dtype."""
-    kv_cache_dtype = cache_dtype_of(config, kv_cache_dtype)
     if kv_cache_dtype == "auto":
         return config.kv_bytes_per_token(itemsize)
+    from reference.engine.cache_arguments import cache_dtype_of  # here: a plain cache asks nothing
+
+    kv_cache_dtype = cache_dtype_of(config, kv_cache_dtype)
     if kv_cache_dtype == "fp8_ds_mla":
         from lessons.l19_kv_quantization.kernels.latents.naive import row_bytes_of
 
@@ -150,8 +151,9 @@ def run_largest_step(
     tokens = args.max_num_batched_tokens
     places = min(args.max_num_seqs, tokens)
     # All own the same blocks, because what is written does not matter, and few are in the way.
-    longest = -(-max_model_len // args.block_size)
-    runner = new_runner(model, longest, args.block_size, max_model_len, args.kv_cache_dtype)
+    size = args.tokens_per_block
+    longest = -(-max_model_len // size)
+    runner = new_runner(model, longest, size, max_model_len, args.kv_cache_dtype)
     counts = [tokens // places + (place < tokens % places) for place in range(places)]
     counts = [min(count, max_model_len) for count in counts]
     chunks = [([0] * count, max_model_len - count) for count in counts]

@@ -2,9 +2,6 @@
 cannot work.
 """
 
-import json
-import re
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -25,12 +22,13 @@ if TYPE_CHECKING:
 
 # lesson 19's, named here so that a cache of plain numbers does not import it
 KV_FORMATS = ("fp8", "int8", "int4")
+ALL2ALL = ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "preemption_mode": ("recompute", "swap"),
     "kv_cache_dtype": ("auto", *KV_FORMATS, "fp8_ds_mla"),
     "mamba_ssm_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "all2all_backend": ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"),
+    "all2all_backend": ALL2ALL,
 }
 LONGER_NAMES = {f"{name}_per_token_head": name for name in KV_FORMATS} | {"fp8_e4m3": "fp8"}
 SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_eager enable_lora
@@ -38,6 +36,7 @@ SWITCHES = """enable_chunked_prefill async_scheduling batch_invariant enforce_ea
 MOST_PICTURES = 8  # of a prompt, unless limit_mm_per_prompt says otherwise
 BACKENDS = ("mp", "ray")
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+SHARES = ("decode_context_parallel_size", "cp_kv_cache_interleave_size")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64", "half", "float")
 # vLLM's short forms of keys of speculative_config
 SPECULATIVE = {
@@ -96,8 +95,13 @@ class EngineArgs:
     tensor_parallel_size, pipeline_parallel_size: shards of each layer, and stages of layers, each
     in a process (and on a GPU) of its own; as many batches as stages are in flight.
     data_parallel_size: replicas of all of these, which share the requests.
+    decode_context_parallel_size: shards that would hold copies of a KV head share its tokens, so
+    many of them, so a block has block_size tokens on each; cp_kv_cache_interleave_size: neighbours
+    among the tokens that stay together.
     enable_expert_parallel: a shard has some experts whole instead of a strip of each; with replicas
     all of them share the experts, and all2all_backend says how rows travel.
+    compilation_config: vLLM's; {"pass_config": {"enable_sp": True}} has an effect: between two sums
+    each shard has some rows of a step.
     enable_eplb: such experts are placed by their loads, with copies of busy ones, as eplb_config
     says, a dict of vLLM's keys: reference.engine.expert_arguments.
     distributed_executor_backend: who starts the processes, "mp" (this program) or "ray"; None: "mp"
@@ -145,8 +149,11 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
     enable_expert_parallel: bool = False
     all2all_backend: str = "allgather_reducescatter"
+    compilation_config: dict | int | None = None
     enable_eplb: bool = False
     eplb_config: "EPLBConfig | dict | None" = None
     distributed_executor_backend: str | None = None
@@ -161,7 +168,8 @@ class EngineArgs:
             "mamba_block_size",
             optional=True,
         )
-        check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank", *SIZES)
+        check_counts(self, "max_num_seqs", "block_size", "max_loras", "max_lora_rank")
+        check_counts(self, *SIZES, *SHARES)
         for name in SWITCHES.split():
             check_kind(bool, "True or False", **{name: getattr(self, name)})
         prefixes = {"enable_prefix_caching": self.enable_prefix_caching}
@@ -189,7 +197,12 @@ class EngineArgs:
             from reference.weights.quantization import check_method  # here: it imports lesson 18
 
             check_method(self.quantization)
-        self.limit_mm_per_prompt = read_picture_limit(self.limit_mm_per_prompt)
+        if self.limit_mm_per_prompt is None:
+            self.limit_mm_per_prompt = {"image": MOST_PICTURES}
+        else:
+            from reference.engine.picture_arguments import read_picture_limit
+
+            self.limit_mm_per_prompt = read_picture_limit(self.limit_mm_per_prompt)
         is_size = is_number(self.mm_processor_cache_gb, 0)
         self.require("mm_processor_cache_gb", is_size, "a finite number of GiB")
         if self.speculative_config is not None:
@@ -216,6 +229,18 @@ class EngineArgs:
     def tells_blocks(self) -> bool:
         """Whether a router is told which blocks there are."""
         return self.kv_events_config is not None and self.kv_events_config.is_told
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Of a block in the tables: block_size on each shard that has a share of the tokens."""
+        return self.block_size * self.decode_context_parallel_size
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether each shard has some rows between the sums."""
+        config = self.compilation_config
+        passes = config.get("pass_config") if isinstance(config, dict) else None
+        return bool(passes and passes.get("enable_sp"))
 
     @property
     def has_workers(self) -> bool:
@@ -249,21 +274,15 @@ class EngineArgs:
             from reference.features.kv_transfer.config import check_elsewhere
 
             check_elsewhere(self)
-        if not (self.batch_invariant or method):
-            return
-        from reference.features.composition import refuse_together  # here: few ask for these
+        shares = self.decode_context_parallel_size, self.cp_kv_cache_interleave_size
+        if shares != (1, 1) or self.compilation_config is not None:
+            from reference.engine.parallel_arguments import check_parallel
 
-        def together(name: str, one: str, other: str | None, accepted: str) -> None:
-            if getattr(self, name) and other:
-                refuse_together(name, getattr(self, name), one, other, accepted)
+            check_parallel(self)
+        if self.batch_invariant or method:
+            from reference.features.composition import check_apart  # here: few ask for these
 
-        workers = "processes" if self.has_workers else None
-        where = "where the model is in other processes (…_parallel_size)"
-        together("batch_invariant", "batch invariant", workers, f"False {where}")
-        together("batch_invariant", "batch invariant", method, "False with speculative_config")
-        together("async_scheduling", "async", method, "False with speculative_config")
-        if method:
-            together("speculative_config", method, workers, f"None {where}")
+            check_apart(self, method)
 
     @classmethod
     def read(cls, **arguments) -> "EngineArgs":
@@ -279,17 +298,3 @@ class EngineArgs:
         """Raise the ValueError of an argument that does not fit."""
         if not fits:
             refuse(name, getattr(self, name), accepted)
-
-
-def read_picture_limit(limit: dict[str, int] | str | None) -> dict[str, int]:
-    """limit_mm_per_prompt as vLLM takes it: an object, JSON, or "image=2". Raises ValueError."""
-    if limit is None:
-        return {"image": MOST_PICTURES}
-    given = limit
-    if isinstance(limit, str):
-        with suppress(ValueError):
-            given = json.loads(re.sub(r"^image=(\d+)$", r'{"image": \1}', limit))
-    fits = isinstance(given, dict) and given.keys() == {"image"} and is_whole(given["image"], 0)
-    if not fits:
-        refuse("limit_mm_per_prompt", limit, '{"image": a whole number, 0 or more}')
-    return dict(given)

@@ -25,7 +25,6 @@ from lessons.l12_paged_kv.runner import (
 )
 from lessons.l14_continuous_batching.sequence import Step
 from lessons.l15_chunked_prefill.optimized import ChunkedScheduler
-from reference.engine.cache_arguments import cache_dtype_of
 from reference.engine.packed import packed
 
 if TYPE_CHECKING:  # features are imported where one is asked for
@@ -69,6 +68,7 @@ class ModelRunner:
             from reference.features.windows.pool import rung_in_groups
 
             rung = rung_in_groups(rung, groups)
+        rung = self.rung_of_pool(rung, kv_cache_dtype)
         self.pool = new_pool(self.model, num_blocks, block_size, max_model_len, rung)
         self.max_model_len = max_model_len
         self.captured: DecodeGraphs | None = None
@@ -80,6 +80,10 @@ class ModelRunner:
         self.late: Callable[[Tensor], None] | None = None
         self.new_batch = step_batch
         self.layers: LayerByLayer | None = None  # sends what a layer has written when it has run
+
+    def rung_of_pool(self, rung: Rung, kv_cache_dtype: str) -> Rung:
+        """What the pool is made of, for a runner that makes it otherwise."""
+        return rung
 
     def capture(self, graphs, buckets: Sequence[int], most_each: int = 1) -> None:
         """From now on steps that only decode are replayed. Arguments: DecodeGraphs."""
@@ -219,11 +223,11 @@ def rung_of(model: Decoder, kv_cache_dtype: str, runs_trees: bool) -> Rung:
 
         return hybrid_rung(kv_cache_dtype)
     rung = paged_rung_of(model)
-    kv_cache_dtype = cache_dtype_of(model.config, kv_cache_dtype)
     if kv_cache_dtype != "auto":
         from lessons.l19_kv_quantization.runner import quantized_rung_of
+        from reference.engine.cache_arguments import cache_dtype_of
 
-        rung = quantized_rung_of(model, kv_cache_dtype)
+        rung = quantized_rung_of(model, cache_dtype_of(model.config, kv_cache_dtype))
     # by its operations, because a quantized cache is another rung with the same ones
     if runs_trees and rung.kernels is PAGED.kernels:
         from lessons.l17_tree_speculation.optimized import LESSON_17

@@ -7,10 +7,15 @@ test_composition.py runs it, and holds its tokens to those of the same model wit
 that may change none.
 """
 
+from __future__ import annotations
+
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lessons.toolbox.model.arguments import refuse
+
+if TYPE_CHECKING:
+    from reference.engine.engine_args import EngineArgs
 
 # group -> its features
 GROUPS = {
@@ -19,7 +24,7 @@ GROUPS = {
     "drafts": ("draft", "parallel draft", "ngram", "suffix"),
     "heads": ("medusa", "eagle", "mtp"),
     "adapters": ("LoRA",),
-    "processes": ("tensor parallel", "pipeline parallel", "data parallel"),
+    "processes": ("tensor parallel", "pipeline parallel", "data parallel", "decode context"),
     "prefix cache": ("prefix cache",),
     "offloading": ("offloading",),
     "transfer": ("transfer",),
@@ -101,6 +106,22 @@ def refuse_together(name: str, value, one: str, other: str, accepted: str) -> No
     """Raise ValueError if two features are apart, of which this argument asks for the one."""
     if (why := why_apart(one, other)) is not None:
         refuse(name, value, f"{accepted}, because {why}")
+
+
+def check_apart(args: EngineArgs, method: str | None) -> None:
+    """What an engine's arguments alone show to be apart. method: who drafts. Raises ValueError."""
+
+    def together(name: str, one: str, other: str | None, accepted: str) -> None:
+        if getattr(args, name) and other:
+            refuse_together(name, getattr(args, name), one, other, accepted)
+
+    workers = "processes" if args.has_workers else None
+    where = "where the model is in other processes (…_parallel_size)"
+    together("batch_invariant", "batch invariant", workers, f"False {where}")
+    together("batch_invariant", "batch invariant", method, "False with speculative_config")
+    together("async_scheduling", "async", method, "False with speculative_config")
+    if method:
+        together("speculative_config", method, workers, f"None {where}")
 
 
 def are_apart(features) -> bool:

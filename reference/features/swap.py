@@ -36,7 +36,8 @@ def new_host(
     """swap_space GiB of host memory, where what preempted requests have computed waits. others:
     pools whose blocks have the same numbers.
     """
-    block_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others]) * args.block_size
+    token_bytes = sum(pool.bytes_per_token for pool in [runner.pool, *others])
+    block_bytes = token_bytes * args.tokens_per_block
     host_blocks = int(args.swap_space * 2**30 // block_bytes)
     if runner.model.config.state is not None:
         from reference.features.states.swap import state_host  # here: few models need it

@@ -101,8 +101,10 @@ def engine_over_workers(talk: Talk, config: ModelConfig, tokenizer, args: Engine
     # The same on all ranks, so the one with the least memory decides.
     num_blocks = min(talk.ask("blocks_that_fit", max_model_len))
     held = talk.ask("allocate", num_blocks, max_model_len)
-    bytes_per_token = sum(each.bytes_per_token for each in held)
-    pool = RemotePool(num_blocks, args.block_size, bytes_per_token)
+    # A token that ranks share is stored by one of them.
+    shares = args.decode_context_parallel_size
+    bytes_per_token = sum(each.bytes_per_token for each in held) // shares
+    pool = RemotePool(num_blocks, args.tokens_per_block, bytes_per_token)
     _, dtype = default_place(args.device, None if args.dtype == "auto" else args.dtype)
     runner = DistributedRunner(talk, config, pool, max_model_len, held, dtype)
     if (stages := args.pipeline_parallel_size) > 1:
@@ -160,6 +162,16 @@ def config_for(args: EngineArgs) -> ModelConfig:
         args,
         partial(local_config, config, 0, args.tensor_parallel_size, args.enable_expert_parallel),
     )
+    if args.decode_context_parallel_size > 1:
+        from reference.parallel.shared_tokens import check_share  # here: few engines share
+
+        name = "decode_context_parallel_size"
+        sizes = args.tensor_parallel_size, args.decode_context_parallel_size
+        named(name, args, partial(check_share, config, *sizes))
+    if args.splits_rows:
+        from lessons.l20_parallelism.shards.sequence import check_chain
+
+        named("compilation_config", args, partial(check_chain, config))
     named(
         "pipeline_parallel_size",
         args,

@@ -26,6 +26,7 @@ from lessons.l20_parallelism.processes.mesh import Links
 from lessons.l20_parallelism.shards.sharding import experts_of
 from lessons.l23_experts.grouped import can_be_stacked, own_experts
 from lessons.l23_experts.ranks.dispatch import (
+    BroadcastMoE,
     CountedDispatchMoE,
     FixedSlotsMoE,
     GatherScatterMoE,
@@ -40,6 +41,7 @@ from reference.parallel.looped import LoopedExperts, OneOfStack
 
 # all2all_backend -> a layer of experts over a group, whose ranks may have any number of tokens
 FORMS = {
+    "naive": BroadcastMoE,
     "allgather_reducescatter": GatherScatterMoE,
     "deepep_high_throughput": CountedDispatchMoE,
     "deepep_low_latency": FixedSlotsMoE,

@@ -8,7 +8,7 @@ ranks, and one of them is enough.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.batched.batch_sampling import BAD_LOGITS, read_tokens
 from lessons.l02_naive_attention.decoder import Attend, Decoder
+from lessons.l03_kv_cache.generate import Rung
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l12_paged_kv.blocks import Copy
 from lessons.l12_paged_kv.more.swap import read_blocks, write_blocks
@@ -37,6 +38,9 @@ from reference.features.decode_graphs import Chunks
 from reference.parallel.experts import run_experts_alone, shared_layers, spread
 from reference.parallel.sampling import PartSampler, Sampled, Wanted, sample_part
 
+if TYPE_CHECKING:
+    from reference.parallel.shared_tokens import TokenShare
+
 
 class Held(NamedTuple):
     """What a worker holds, in bytes. bytes_per_token: of its part of the cache."""
@@ -48,12 +52,32 @@ class Held(NamedTuple):
 
 class StageRunner(ModelRunner):
     """A ModelRunner over a part of a model. The stages before it and its shards have to run,
-    too.
+    too. share: which tokens of the cache are here (TokenShare); None: all. splits_rows: whether
+    each shard has some rows between the sums.
     """
 
-    def __init__(self, links: Links, *args, **arguments):
+    def __init__(
+        self,
+        links: Links,
+        *args,
+        share: "TokenShare | None" = None,
+        splits_rows: bool = False,
+        **arguments,
+    ):
+        self.links, self.share = links, share
         super().__init__(*args, **arguments)
-        self.links = links
+        if splits_rows:
+            from lessons.l20_parallelism.shards.sequence import sequence_parallel
+
+            self.model = sequence_parallel(self.model, links)
+
+    def rung_of_pool(self, rung: Rung, kv_cache_dtype: str) -> Rung:
+        """As in ModelRunner."""
+        if self.share is None:
+            return rung
+        from reference.parallel.shared_tokens import rung_over_share  # here: few engines share
+
+        return rung_over_share(rung, self.share, kv_cache_dtype)
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor | None:
         """tokens: [T] -> hidden: [T, hidden_size] on the last stage, None on the others."""
@@ -84,6 +108,11 @@ class Worker:
 
     def __init__(self, args: EngineArgs, links: Links, device: str):
         self.args, self.links = args, links
+        self.share = None
+        if args.decode_context_parallel_size > 1:
+            from reference.parallel.shared_tokens import new_share
+
+            self.share = new_share(args, links)
         self.model = load_part(args, links, device)
         self.adapters = None
         if args.enable_lora:
@@ -108,8 +137,7 @@ class Worker:
         matrices.
         """
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in self.model.parameters()}
-        kind = partial(StageRunner, self.links)
-        args, model = self.args, self.model
+        args, model, kind = self.args, self.model, self.new_runner
         self.runner = new_runner(args, num_blocks, model, max_model_len, self.adapters, kind=kind)
         del self.model, model
         pool = self.runner.pool
@@ -117,7 +145,8 @@ class Worker:
 
     def new_runner(self, *args, **arguments) -> ModelRunner:
         """Of this rank's part."""
-        return StageRunner(self.links, *args, **arguments)
+        how = dict(share=self.share, splits_rows=self.args.splits_rows)
+        return StageRunner(self.links, *args, **how, **arguments)
 
     # ------------------------------------------------------------ a step
 

@@ -17,6 +17,7 @@ JSON_FLAGS = (
     "kv_events_config",
     "attention_config",
     "eplb_config",
+    "compilation_config",
 )
 HELP = {
     "tokenizer": "folder or hub name (default: the model's)",
@@ -61,8 +62,11 @@ HELP = {
     "tensor_parallel_size": "shards of each layer (default: {})",
     "pipeline_parallel_size": "stages of layers (default: {})",
     "data_parallel_size": "replicas, which share the requests (default: {})",
+    "decode_context_parallel_size": "shards that share the tokens of a KV head (default: {})",
+    "cp_kv_cache_interleave_size": "neighbours among tokens that stay together (default: {})",
     "enable_expert_parallel": "a shard has whole experts, shared by replicas (default: {})",
     "all2all_backend": f"how rows come to them: {', '.join(CHOICES['all2all_backend'])}",
+    "compilation_config": 'rows for each shard: {{"pass_config": {{"enable_sp": true}}}}',
     "enable_eplb": "place shared experts by their loads (default: {})",
     "eplb_config": 'copies of busy experts, in JSON: {{"num_redundant_experts": 2}}',
     "distributed_executor_backend": f"who starts the processes: {' or '.join(BACKENDS)}",

@@ -6,19 +6,21 @@
 A value in an f-string is a place, {1} or {2}, in the order of the English line. Nothing in the code
 says that a string is for a learner, so a catalogue may translate any string of its files. What it
 is missed to translate is narrower: why a case exists, the hint of a wrong answer, and the message
-of an assert; of the toolbox, what passes through `said`, and the hints of hint_rules.py.
+of an assert; of the toolbox, what passes through `said`, and the hints of hint_rules.py. A line of
+places alone has nothing to translate.
 """
 
 import argparse
 import ast
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from lessons.toolbox.exercises.exercise import ROOT, all_exercises
 from lessons.toolbox.exercises.progress import LOOKS
-from lessons.toolbox.language import Message, catalogues_of, read_po
+from lessons.toolbox.language import PLACE, Message, catalogues_of, read_po
 from tests.exercises import hint_rules
 from tests.exercises.running import checks_of
 from tests.exercises.wrong import answers_of
@@ -31,12 +33,6 @@ OF_TOOLBOX = (
     "tests/exercises/[cghkr]*.py",
 )
 OF_LESSON = "tests/exercises/*_l{0}*.py", "tests/exercises/wrong/l{0}*.py"
-
-
-class MessageWarning(UserWarning):
-    """Messages without a Korean line, or with a stale one. Here and not in the test, because a
-    worker of xdist and its controller have to import it by the same name.
-    """
 
 
 def messages_of(name: str) -> list[Message]:
@@ -92,13 +88,18 @@ def wanted(name: str) -> list[str]:
         said = [hint for group in (*rules, hint_rules.EXCEPTIONS) for _, hint in group]
         calls = (call for path in files_of(name) for call in _calls_of_said(path))
         said += [text for call in calls if (text := template(call.args[0]))]
-        return list(dict.fromkeys([*LOOKS, *said]))
+        return with_words([*LOOKS, *said])
     entries = all_exercises(name)
     said = [check.why for entry in entries for check in checks_of(entry) if check.why]
     said += [text for path in files_of(name) for text in _asserted(path)]
     answers = answers_of(name[1:])
     said += [answer.hint for entry in entries for answer in answers.wrong_for(entry.id)]
-    return list(dict.fromkeys(said))
+    return with_words(said)
+
+
+def with_words(lines: list[str]) -> list[str]:
+    """Each line once, without those that are places alone."""
+    return [line for line in dict.fromkeys(lines) if re.search(r"[^\W\d_]", PLACE.sub("", line))]
 
 
 def _calls_of_said(path: Path) -> Iterator[ast.Call]:

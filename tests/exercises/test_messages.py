@@ -16,6 +16,7 @@ from lessons.toolbox.language import PLACE, Message, read_po, said
 from tests.exercises import messages
 from tests.exercises.running import checks_of, explained, forget_outcomes, run_check
 from tests.exercises.wrong import answers_of
+from tests.warned import MessageWarning
 
 HANGUL = re.compile("[가-힣]")
 # what a kernel did, access by access, and the fault of a machine: they stay English
@@ -35,7 +36,12 @@ def test_what_is_missing_or_stale_is_listed():
     lines = [f"{name}: stale: {text}" for name in NAMES for text in messages.stale(name)]
     lines += [f"{name}: missing: {text}" for name in NAMES for text in messages.missing(name)]
     if lines:
-        warnings.warn("\n".join(lines), messages.MessageWarning, stacklevel=1)
+        warnings.warn("\n".join(lines), MessageWarning, stacklevel=1)
+
+
+def test_lines_without_words_are_not_missed():
+    lines = ["{1} {2}", "torch.{1} {2}", "{1}: 3", "값", "torch.{1} {2}"]
+    assert messages.with_words(lines) == ["torch.{1} {2}", "값"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -231,14 +231,21 @@ async def test_who_leaves_is_forgotten(is_stream):
         await fakes.waits(fake, request, reader, writer)
 
     async with cluster(script=streams_on if is_stream else fakes.waits) as router:
-        for _ in range(5):
-            try:
-                async with router.client.stream("POST", "/v1/completions", json=STREAM,
-                                                timeout=0.1) as answer:  # fmt: skip
-                    async for _ in answer.aiter_lines():
-                        break
-            except httpx.ReadTimeout:
-                assert not is_stream
+
+        async def begins() -> None:
+            async with router.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+                async for _ in answer.aiter_lines():
+                    break
+
+        for count in range(1, 6):
+            client = asyncio.ensure_future(begins())
+            if is_stream:
+                await client
+            else:
+                home = router.ranked("hello")[0]
+                await until(lambda home=home, count=count: len(home.seen) == count)
+                client.cancel()
+                await asyncio.gather(client, return_exceptions=True)
         home = router.ranked("hello")[0]
         await until(lambda: home.left == 5 and not any(router.in_flight))
         assert router.outcomes(home) == dict(cancelled=5)
@@ -288,13 +295,11 @@ async def test_who_is_late_is_not_repeated():
     async with cluster(script=fakes.waits, answer_timeout=0.1) as router:
         answer = await router.ask("hello")
         assert answer.status_code == 504 and "nothing for 0.1 s" in answer.text
-        assert [len(fake.seen) for fake in router.ranked("hello")] == [1, 0, 0]
+        await until(lambda: [len(fake.seen) for fake in router.ranked("hello")] == [1, 0, 0])
         assert router.outcomes(router.ranked("hello")[0]) == dict(late=1)
-        begun = fakes.streams
-        for fake in router.fakes:
-            fake.script = begun
+    async with cluster(script=fakes.streams, answer_timeout=1.0) as router:
         answer = await router.ask("hello")
-        assert "nothing for 0.1 s" in events(answer.text)[-1]["error"]["message"]
+        assert "nothing for 1 s" in events(answer.text)[-1]["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +358,8 @@ async def test_a_draining_replica_takes_no_request():
 
 
 async def test_a_drain_ends_what_has_begun_and_then_what_takes_too_long():
-    async with cluster(script=fakes.streams, shutdown_timeout=0.3) as router:
+    # in which the quick one ends, on a busy machine too
+    async with cluster(script=fakes.streams, shutdown_timeout=2.0) as router:
         home = router.ranked("a")[0]
         elsewhere = next(at for at in "bcdefghijklm" if router.ranked(at)[0] is not home)
         begun = []

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from reference import SamplingParams
+from tests.paces import for_readers
 from tests.server.live import ask, events
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f("}]
@@ -35,7 +36,8 @@ def test_the_answer_is_the_engines_behind_the_template(live):
     newer = {**CHAT, "max_completion_tokens": 10}
     del newer["max_tokens"]
     assert live.post("/v1/chat/completions", newer).json()["choices"] == answer["choices"]
-    chunks = events(live.post("/v1/chat/completions", CHAT | dict(stream=True)).text)
+    with for_readers(live.service.engine):
+        chunks = events(live.post("/v1/chat/completions", CHAT | dict(stream=True)).text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content", "") for delta in deltas) == want
     assert [delta.get("role") for delta in deltas[:2]] == ["assistant", None]

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from reference import SamplingParams
+from tests.paces import for_readers
 from tests.server.live import events
 
 PROMPT = "def quicksort("
@@ -33,7 +34,8 @@ def test_the_answer_is_the_engines_whole_and_streamed(live):
     prompt_tokens = len(live.service.tokens.encode("prompt", PROMPT))
     usage = whole["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt_tokens, 12)
-    response = live.post("/v1/completions", GREEDY | dict(stream=True))
+    with for_readers(live.service.engine):
+        response = live.post("/v1/completions", GREEDY | dict(stream=True))
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("data: [DONE]\n\n")
     chunks = events(response.text)
@@ -53,7 +55,8 @@ def test_many_prompts_and_answers_keep_their_places(live):
     assert [choice["index"] for choice in whole["choices"]] == list(range(9))
     assert [choice["text"] for choice in whole["choices"]] == want and len(set(want)) > 6
     options = dict(stream=True, stream_options=dict(include_usage=True))
-    chunks = events(live.post("/v1/completions", body | options).text)
+    with for_readers(live.service.engine):
+        chunks = events(live.post("/v1/completions", body | options).text)
     assert [streamed(chunks, index) for index in range(9)] == want
     order = [chunk["choices"][0]["index"] for chunk in chunks[:-1]]
     assert order != sorted(order), "they come beside one another"

@@ -112,6 +112,7 @@ def test_new_tensors_under_a_device():
     with torch.device(CUDA):
         assert all(x.is_cuda for x in (torch.zeros(2), torch.tensor([1]), torch.arange(3)))
     assert not torch.tensor([1]).is_cuda
+    assert torch.equal(torch.tensor([1], pin_memory=True), torch.tensor([1]))
 
 
 def test_views_share_their_numbers_and_copies_do_not():
@@ -141,6 +142,7 @@ def test_what_pytorch_makes_in_cpp_lies_on_the_gpu():
         attention(q, q, q, attn_mask=sees.cpu())
     padded = nn.utils.rnn.pad_sequence([q[0, 0], q[0, 0, :1]], batch_first=True)
     assert padded.is_cuda and padded[1, 1:].sum() == 0
+    assert nn.functional.one_hot(torch.tensor([2, 0], device=CUDA), 3).is_cuda
 
 
 def test_numbers_that_are_not_kept(monkeypatch):

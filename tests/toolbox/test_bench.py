@@ -556,17 +556,31 @@ def test_the_module_runs_as_a_command():
 
 def test_records_of_a_lesson_are_found_wherever_they_were_written(tmp_path):
     """Those of GPUs first; what else is in a device's folder is left alone."""
-    record = {"schema": 1, "series": {}, "name": "l07_norm"}
+    record = {"schema": 1, "series": {}, "name": "l07_norm", "metric": "time"}
     for path, content in {
         "cpu/l07_norm.json": record,
         "cpu/l08_other.json": record | {"name": "l08_other"},
         "h200/l07_gpu.json": record | {"name": "l07_gpu"},
         "h200/proof.json": {"steps": {}},
+        "cpu/l07_tasks.json": {"rows": []},  # of another shape
+        "cpu/l07_ranks.json": {"schema": 1, "series": {}, "name": "l07_ranks"},  # without an x
+        "counted/l07_loss.json": {"rows": []},
+        "simulated/l07_queue.json": [],
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(json.dumps(content))
-    (tmp_path / "counted").mkdir()
-    (tmp_path / "counted/l07_loss.json").write_text('{"rows": []}')  # no benchmark
     assert [r["name"] for r in records.recorded(tmp_path, "07")] == ["l07_gpu", "l07_norm"]
     assert [r["name"] for r in records.recorded(tmp_path, "07", "l07_norm")] == ["l07_norm"]
     assert records.recorded(tmp_path, "09") == []
+    (tmp_path / "cpu/l07_half.json").write_text('{"schema": 1, ')
+    with pytest.raises(ValueError, match=r"l07_half\.json is no benchmark record: .*\Z"):
+        records.recorded(tmp_path, "07")
+
+
+def test_every_lesson_s_own_records_are_read():
+    """As the notebooks do, which draw each."""
+    lessons = [f"{number:02}" for number in range(29)]
+    found = {lesson: records.recorded(bench.ROOT / "results", lesson) for lesson in lessons}
+    assert sum(map(len, found.values())) > 60 and not found["26"]  # simulated, so far
+    for record in found["18"] + found["19"]:
+        assert records.figure_of(record).axes

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from lessons.toolbox import command
 from lessons.toolbox.command import OneLineParser, check_writable, run_command
 from lessons.toolbox.draw import figure
+from lessons.toolbox.draw.again import draw_again
 from lessons.toolbox.model.arguments import LONGEST_LINE, one_line
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,7 +30,7 @@ LABS = (
     "l13_prefix_caching.lab.pictures",
     "l14_continuous_batching.lab.cost",
     "l14_continuous_batching.lab.pictures",
-    "l15_chunked_prefill.lab.pictures",
+    "l23_experts.lab.more_pictures",
 )
 
 
@@ -99,6 +101,17 @@ def test_a_lab_refuses_what_it_does_not_know_and_writes_nothing(lab, capsys):
             importlib.import_module(f"lessons.{lab}").main(arguments)
         assert stopped.value.code == code
     assert capsys.readouterr().err == f"lessons.{lab}: unrecognized arguments: --bogus\n"
+
+
+def test_pictures_are_drawn_beside_their_module(tmp_path, capsys):
+    file = tmp_path / "l01_copy/lab/more_pictures.py"
+    pictures = {"one": (Figure, "A figure of a test."), "two": (Figure, "Another one.")}
+    assert draw_again(str(file), "What.\n\nHow.", pictures, []) == 0
+    assert capsys.readouterr().out == "one.svg\ntwo.svg\n"
+    written = {path.name: path.read_text(encoding="utf-8") for path in file.parent.iterdir()}
+    assert sorted(written) == ["one.svg", "two.svg"] and "Another one." in written["two.svg"]
+    assert draw_again(str(file), "What.", {"bad": (Figure, None)}, []) == 2
+    assert capsys.readouterr().err.startswith("more_pictures: alt of bad.svg is None")
 
 
 @pytest.mark.parametrize(

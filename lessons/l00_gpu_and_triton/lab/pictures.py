@@ -6,6 +6,7 @@ warp fetches; how a kernel's numbers become addresses.
 writes gpu.svg, program.svg and gaps.svg beside this file. Nothing in them is timed.
 """
 
+import sys
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from lessons.l00_gpu_and_triton.coalescing import (
     sectors_of_stride,
 )
 from lessons.toolbox.draw import plotting
-from lessons.toolbox.draw.figure import HALO, PALETTE, ClassFigure, frame, save_svg, style
+from lessons.toolbox.draw.again import Picture, draw_again
+from lessons.toolbox.draw.figure import HALO, PALETTE, ClassFigure, frame, style
 from lessons.toolbox.draw.film import film
 from lessons.toolbox.measure.device import default_device
 from lessons.toolbox.measure.hardware import GB, KIB, MIB, REGISTER_BYTES, Chip, lookup
@@ -148,11 +150,17 @@ def draw_gaps(chip: str = "h100", itemsize: int = 4) -> ClassFigure:
     )
 
 
-def main() -> None:
-    save_svg(draw_gpu(), HERE / "gpu.svg")
-    save_svg(draw_program(), HERE / "program.svg")
-    save_svg(draw_gaps(), HERE / "gaps.svg")
+PICTURES: dict[str, Picture] = {
+    "gpu": (draw_gpu, None),
+    "program": (draw_program, None),
+    "gaps": (draw_gaps, None),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,9 +6,9 @@ and from how many tokens on rented hardware is cheaper than an API.
 What they show is predicted from data sheets.
 """
 
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -23,6 +23,7 @@ from lessons.l01_roofline.hierarchy import levels
 from lessons.l01_roofline.naive import QueueDevice
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l01_roofline.planner.plan import Plan, make_plan, peak_flops
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     ClassFigure,
@@ -30,7 +31,6 @@ from lessons.toolbox.draw.figure import (
     log_axis,
     marks,
     number,
-    save_svg,
     style,
 )
 from lessons.toolbox.draw.plotting import class_plot, gantt, roofline
@@ -39,7 +39,6 @@ from lessons.toolbox.measure.hardware import attainable_flops, lookup, ridge_poi
 MODEL, GPU, CONTEXT, BATCHES = "llama-3-8b", "h200", 2048, (1, 8, 64, 256)
 RIDGES = {"a100": "naive", "h100": "library", "h200": "optimized"}
 DAYS = 365 / 12  # of a month
-HERE = Path(__file__).parent
 ALT = (
     "Roofline of an H200 from its data sheet. Decode steps of Llama-3-8B are far left on the "
     "memory slope, those of larger batches further right; the prefill of 2048 tokens is at "
@@ -207,7 +206,7 @@ def draw_queue(setup_s: float = 0.12, work_s: float = 0.03, calls: int = 4) -> C
 
 
 # file name -> what draws it, and what a blind reader is told
-PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+PICTURES: dict[str, Picture] = {
     "roofline": (draw, ALT),
     "ridges": (
         draw_ridges,
@@ -229,6 +228,10 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
 }
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
+
+
 if __name__ == "__main__":
-    for name, (picture, alt) in PICTURES.items():
-        save_svg(picture(), HERE / f"{name}.svg", alt=alt)
+    sys.exit(main())

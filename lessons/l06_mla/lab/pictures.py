@@ -5,7 +5,7 @@ GQA, and FLOPs where they cross.
         writes flow.svg, bytes.svg, crossover.svg beside this file (counted, not measured)
 """
 
-from pathlib import Path
+import sys
 
 from matplotlib.patches import FancyBboxPatch
 
@@ -20,11 +20,12 @@ from lessons.l06_mla.lab.counts import (
     expanded_kib_per_token,
     pairs,
 )
-from lessons.toolbox.draw.figure import GREY, PALETTE, ROLES, ClassFigure, frame, save_svg, style
+from lessons.toolbox.draw.again import Picture, draw_again
+from lessons.toolbox.draw.figure import GREY, PALETTE, ROLES, ClassFigure, frame, style
 from lessons.toolbox.draw.plotting import bars, class_plot, roofline
 from lessons.toolbox.measure.hardware import CHIPS
 
-HERE, HEADS, CONTEXT = Path(__file__).parent, 128, 8192
+HEADS, CONTEXT = 128, 8192
 FLOW_ALT = (
     "Two ways from the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
     "heads of 192, and v, 128 heads of 128, for every cached token. Absorbed: W_UK goes into the "
@@ -236,13 +237,18 @@ def draw_roofline() -> ClassFigure:
     )
 
 
-PICTURES = {
+PICTURES: dict[str, Picture] = {
     "flow": (draw_flow, FLOW_ALT),
     "bytes": (draw_bytes, BYTES_ALT),
     "crossover": (draw_crossover, CROSSOVER_ALT),
     "roofline": (draw_roofline, ROOFLINE_ALT),
 }
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
+
+
 if __name__ == "__main__":
-    for name, (draw, alt) in PICTURES.items():
-        save_svg(draw(), HERE / f"{name}.svg", alt=alt)
+    sys.exit(main())

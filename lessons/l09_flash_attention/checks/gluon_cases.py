@@ -45,14 +45,15 @@ def proved(q, k, v, causal, kernel, name="normal"):
     return errors
 
 
-def with_bug(module, inlined, old, new: str, folder: Path):
-    """A copy of a module with the text of the module `inlined` in the place of its import, and
-    `old`, a text or a pattern that is there once, replaced.
+def with_bug(module, inlined: tuple, old, new: str, folder: Path):
+    """A copy of a module with the texts of the modules `inlined` in the places of their imports,
+    and `old`, a text or a pattern that is there once, replaced.
     """
-    texts = [Path(part.__file__).read_text(encoding="utf-8") for part in (module, inlined)]
-    name = re.escape(inlined.__name__)
-    imported = re.search(rf"^from {name} import (\([^)]*\)|.*)$", texts[0], re.MULTILINE)
-    source = texts[0].replace(imported[0], texts[1])
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    for part in inlined:
+        name = re.escape(part.__name__)
+        imported = re.search(rf"^from {name} import (\([^)]*\)|.*)$", source, re.MULTILINE)
+        source = source.replace(imported[0], Path(part.__file__).read_text(encoding="utf-8"))
     pattern = old if isinstance(old, re.Pattern) else re.escape(old)
     planted, count = re.subn(pattern, lambda _: new, source)
     assert count == 1, f"{old!r} stands {count} times in the kernel"

@@ -228,7 +228,7 @@ def shown_by(kernel, seed: int) -> None:
 @pytest.mark.sample(1)
 def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
     old, new, said = BUGS[bug]
-    kernel = with_bug(blackwell, tiles, old, new, tmp_path).flash_attention_blackwell
+    kernel = with_bug(blackwell, (tiles,), old, new, tmp_path).flash_attention_blackwell
     with pytest.raises(NotEquivalent) as caught:
         shown_by(kernel, seed)
     assert re.search(said, str(caught.value)), caught.value

@@ -223,7 +223,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.sample(1)
 def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu):
-    kernel = with_bug(hopper, rings, *BUGS[bug][:2], tmp_path).flash_attention_hopper
+    kernel = with_bug(hopper, (rings,), *BUGS[bug][:2], tmp_path).flash_attention_hopper
     with pytest.raises(NotEquivalent) as caught:
         for num_queries, num_keys, causal in [(200, 600, True), (300, 100, True), (70, 300, False)]:
             given = inputs(num_queries, num_keys, 2, 1, seed=seed)

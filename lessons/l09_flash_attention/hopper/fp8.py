@@ -9,6 +9,8 @@ Sources: Micikevicius et al. 2022, FP8 Formats for Deep Learning, section 3 (E4M
 largest); Shah et al. 2024, FlashAttention-3, section 3.3 (layout of V, block scales).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,45 @@ def attention_fp8(
     return torch.einsum(
         "hqk,khd->qhd", rounded, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     )
+
+
+def attention_fp8_by_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    block_n: int = 128,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> tuple[Tensor, Tensor]:
+    """attention_fp8 in the order of gluon_fp8.py, which walks from the last tile of block_n keys to
+    the first. Everything but the codes is float64. Returns out and log-sum-exp as naive.attention.
+
+    multiply: adds up products of codes, [Hq, M, K] and [Hq, K, N]; exactly, if not given.
+    """
+    softmax_scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    coded = [(x8.double().transpose(0, 1), scale) for x8, scale in map(quantize, (q, k, v))]
+    (q, q_scale), (k, k_scale), (v, v_scale) = coded  # [Hq, T or Tk, D], [Hq]
+    qk_scale = (softmax_scale * q_scale.double() * k_scale)[:, None, None]
+    query = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+    m = q.new_full((*q.shape[:2], 1), float("-inf"))
+    l, acc = torch.zeros_like(m), torch.zeros_like(q)
+    for start in reversed(range(0, k.shape[1], block_n)):
+        key = torch.arange(start, min(start + block_n, k.shape[1]), device=q.device)
+        scores = multiply(q, k[:, key].transpose(1, 2)) * qk_scale
+        if causal:
+            scores = scores.masked_fill(key > query[:, None], float("-inf"))
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        m_safe = m_new.masked_fill(m_new.isneginf(), 0)
+        alpha, p = (m - m_safe).exp(), (scores - m_safe).exp() * 2**P_SHIFT.value
+        l = l * alpha + p.sum(-1, keepdim=True)
+        codes = p.float().to(torch.float8_e4m3fn).double()
+        acc = acc * alpha + multiply(codes, v[:, key])
+        m = m_new
+    out = acc / l.masked_fill(l == 0, 1) * v_scale[:, None, None]
+    return out.transpose(0, 1), (m + (l / 2**P_SHIFT.value).log())[..., 0].T
 
 
 @triton.jit

@@ -12,7 +12,11 @@ from lessons.toolbox.measure.device import has_triton
 if has_triton():
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+    )
 else:  # the file can be imported and read, nothing in it launched
     gluon, gl = triton.experimental.gluon, triton.experimental.gluon.language
 
@@ -63,3 +67,44 @@ def release(ring, i):
     """A consumer is done with tile i: nothing of its own reads it any more."""
     tiles, _ready, free = ring
     mbarrier.arrive(free.index(i % tiles.shape[0]), count=1)
+
+
+# ---------------------------------------------------------------- a ring that no copy engine fills
+
+
+@gluon.jit
+def allocate_written_ring(
+    dtype: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    layout: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    """A ring of tiles that a partition writes from its registers: `ready` counts no bytes, but one
+    arrival.
+    """
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=CONSUMERS)
+    return tiles, ready, free
+
+
+@gluon.jit
+def claim(ring, i):
+    """The producer waits until the buffer of tile i is free. -> the buffer"""
+    tiles, _ready, free = ring
+    STAGES: gl.constexpr = tiles.shape[0]
+    mbarrier.wait(free.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+    return tiles.index(i % STAGES)
+
+
+@gluon.jit
+def hand_over(ring, i):
+    """The producer has written tile i: consumers may multiply it."""
+    tiles, ready, _free = ring
+    fence_async_shared()  # products read shared memory by another way than stores write it
+    mbarrier.arrive(ready.index(i % tiles.shape[0]), count=1)

@@ -5,7 +5,10 @@ generations, and tests assert.
 """
 
 from lessons.l09_flash_attention.hopper import gluon_flash as hopper
+from lessons.l09_flash_attention.hopper import gluon_fp8
 from lessons.l09_flash_attention.hopper.blackwell import gluon_flash as blackwell
+from lessons.l09_flash_attention.hopper.fp8 import P_SHIFT
+from lessons.l09_flash_attention.hopper.specialized import triton_flash
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
 from lessons.toolbox.kernels.triton_ import triton
@@ -61,6 +64,37 @@ def flash_spec(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         divisible_by_16=STRIDES,
+        chips=(chip,),
+    )
+
+
+def descriptor_spec(
+    head_dim: int, chip: int, causal: bool = True, tiles: Tiles | None = None
+) -> KernelSpec:
+    """flash_descriptor_kernel, with the tiles that it has for the chip or with others."""
+    tiles = tiles or triton_flash.TILES[chip][head_dim]
+    keys = f"tensordesc<bf16[{tiles.block_n}, {head_dim}]>"
+    return KernelSpec(
+        f"{triton_flash.__name__}:flash_descriptor_kernel",
+        name=f"descriptors_bf16_{head_dim}_{'causal' if causal else 'full'}",
+        signature={
+            **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("k_desc", "v_desc"), keys),
+            "lse_ptr": "*fp32",
+            "num_queries": "i32",
+            "num_keys": "i32",
+            "softmax_scale": "fp32",
+        },
+        constexprs={
+            "CAUSAL": causal,
+            "EDGE": causal,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         chips=(chip,),
     )
 
@@ -123,13 +157,17 @@ def fp8_spec(head_dim: int) -> KernelSpec:
     )
 
 
+def tile_type(dtype: str, rows: int, head_dim: int) -> str:
+    """A descriptor's type, swizzled over a row of at most 128 bytes."""
+    bits = 8 if dtype.startswith("fp8") else 16
+    width = min(128, head_dim * bits // 8)
+    layout = f"swizzle_byte_width={width}, element_bitwidth={bits}, rank=2"
+    return f"tensordesc<{dtype}[{rows}, {head_dim}],NVMMASharedLayout({layout})>"
+
+
 def gluon_spec(module, kernel: str, head_dim: int, causal: bool, chip: int, **constexprs):
-    """A Gluon kernel of `module` for its chip; the descriptors of 16-bit rows are swizzled over 128
-    bytes.
-    """
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
-    sizes = module.ROWS, module.BLOCK_N
-    rows, keys = (f"tensordesc<bf16[{n}, {head_dim}],{layout}>" for n in sizes)
+    """A Gluon kernel of `module` for its chip."""
+    rows, keys = (tile_type("bf16", n, head_dim) for n in (module.ROWS, module.BLOCK_N))
     room = module.__name__.split(".")[-2]
     return KernelSpec(
         f"{module.__name__}:{kernel}",
@@ -166,6 +204,35 @@ def blackwell_spec(head_dim: int, causal: bool) -> KernelSpec:
     return gluon_spec(*launch, GROUPS=blackwell.GROUPS, COLUMNS=blackwell.COLUMNS)
 
 
+def fp8_hopper_spec(head_dim: int, causal: bool) -> KernelSpec:
+    """flash_fp8_hopper_kernel."""
+    keys = tile_type("fp8e4nv", gluon_fp8.BLOCK_N, head_dim)
+    return KernelSpec(
+        f"{ROOM}.hopper.gluon_fp8:flash_fp8_hopper_kernel",
+        name=f"gluon_fp8_{head_dim}_{'causal' if causal else 'full'}",
+        signature={
+            "q_desc": tile_type("fp8e4nv", gluon_fp8.ROWS, head_dim),
+            **dict.fromkeys(("k_desc", "v_desc"), keys),
+            "out_desc": tile_type("bf16", gluon_fp8.ROWS, head_dim),
+            **dict.fromkeys(("lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32"),
+            "num_queries": "i32",
+            "num_keys": "i32",
+            "softmax_scale": "fp32",
+        },
+        constexprs={
+            "CAUSAL": causal,
+            "GROUP": 4,
+            "STAGES": gluon_fp8.STAGES,
+            "CONSUMERS": gluon_fp8.CONSUMERS,
+            "SHIFT": P_SHIFT.value,
+            "KEYS": gluon_fp8.KEYS,
+            "num_warps": gluon_fp8.NUM_WARPS,
+        },
+        num_warps=gluon_fp8.NUM_WARPS,
+        chips=(90,),
+    )
+
+
 KERNELS = [
     flash_spec(dtype, head_dim, chip)
     for chip in CHIPS
@@ -185,7 +252,14 @@ KERNELS += [
     for options in (("WINDOW", "SOFTCAP"), ("WINDOW", "SINKS"), ("ALIBI",))
 ]
 KERNELS += [flash_spec("bf16", 128, 90, options=OPTIONS)]
+KERNELS += [
+    descriptor_spec(head_dim, chip, causal)
+    for chip, tiles in triton_flash.TILES.items()
+    for head_dim in tiles
+    for causal in (True, False)
+]
 KERNELS += [fa1_spec(dtype) for dtype in ("bf16", "fp32")] + [fp8_spec(64), fp8_spec(128)]
 GLUON = [(head_dim, causal) for head_dim in (64, 128) for causal in (True, False)]
 KERNELS += [hopper_spec(*launch) for launch in GLUON]
 KERNELS += [blackwell_spec(*launch) for launch in GLUON]
+KERNELS += [fp8_hopper_spec(*launch) for launch in GLUON]

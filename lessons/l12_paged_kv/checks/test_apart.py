@@ -46,8 +46,11 @@ def test_single_tokens_in_front_of_prompts_get_a_kernel_of_their_own(counts, in_
         first += len(own)
 
 
-def test_single_latents_are_read_as_they_lie_beside_prompts(seed, monkeypatch):
-    """Two single queries in front of two prompts, over pages full of NaN."""
+@pytest.mark.parametrize("prompts", [(4, 11), (0, 3)], ids=["two", "one"])
+def test_single_latents_are_read_as_they_lie_beside_prompts(prompts, seed, monkeypatch):
+    """Two single queries in front of two prompts, or of one that is shorter than what they see,
+    over pages full of NaN. prompts: tokens of the third sequence that ran before, and in all.
+    """
     model = MODELS["latents"]().float().to(DEVICE)
     texts = [torch.randint(0, CONFIG.vocab_size, (count,)).tolist() for count in (9, 6, 11, 3)]
     want = [
@@ -73,9 +76,11 @@ def test_single_latents_are_read_as_they_lie_beside_prompts(seed, monkeypatch):
         batch = new_batch(chunks, 4, DEVICE, owned)
         return prepared.logits(prepared(batch.tokens, pool.attending(batch)))
 
-    run((0, 0, 0, 0), (8, 5, 4, 0))
+    before, end = prompts
+    last = 3 if before else 0  # of the fourth sequence
+    run((0, 0, 0, 0), (8, 5, before, 0))
     assert not seen
-    got = run((8, 5, 4, 0), (9, 6, 11, 3))
+    got = run((8, 5, before, 0), (9, 6, end, last))
     assert seen == [2] * CONFIG.num_hidden_layers
-    rows = torch.cat([want[0][8:], want[1][5:], want[2][4:], want[3]])
+    rows = torch.cat([want[0][8:], want[1][5:], want[2][before:end], want[3][:last]])
     torch.testing.assert_close(got, rows, atol=1e-4, rtol=1e-4)

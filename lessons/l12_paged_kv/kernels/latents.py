@@ -73,7 +73,7 @@ class PagedLatentPool(AbsorbedPool):
         [Tq, H, nope + rope] -> [Tq, H, v_dim].
         """
         table = batch.block_table[b, : -(-length // self.block_size)].long()
-        rows = self.numbers_in(latents[table]).flatten(0, 1)[None, :length]
+        rows = self.rows_of(latents, table)[None, :length]
         widths = [self.config.mla.kv_lora_rank, self.config.mla.qk_rope_head_dim]
         k, v = mla.expand(*rows.split(widths, dim=-1))
         one = replace(
@@ -86,10 +86,12 @@ class PagedLatentPool(AbsorbedPool):
         )
         return self.ops.prefill(q, k, v, one, self.config.softmax_scale, None)
 
+    def rows_of(self, latents: Tensor, table: Tensor) -> Tensor:
+        """The tokens of these blocks, in their order: [len(table) · block_size, 1, rank + rope]."""
+        return self.numbers_in(latents[table]).flatten(0, 1)
+
     def numbers_in(self, blocks: Tensor) -> Tensor:
-        """The latents that some blocks hold, here as they are: [n, block_size, 1, rank + rope].
-        Lesson 19 stores codes.
-        """
+        """Latents of some blocks, [n, block_size, 1, rank + rope]: as stored, but for codes."""
         return blocks
 
 
@@ -189,7 +191,12 @@ def programs_of(num_heads: int, like: Tensor) -> tuple[int, int]:
     return blocks, programs_per_sm(num_heads, shared_bytes_of(like))
 
 
-def paged_mla_decode(
+def paged_mla_decode(q: Tensor, latents: Tensor, block_table: Tensor, *args, **how) -> Tensor:
+    """The first of what `paged_mla_states` returns, of its arguments: [B, H, rank]."""
+    return paged_mla_states(q, latents, block_table, *args, **how)[0]
+
+
+def paged_mla_states(
     q: Tensor,
     latents: Tensor,
     block_table: Tensor,
@@ -201,9 +208,10 @@ def paged_mla_decode(
     max_context_len: int | None = None,
     tiles: Tiles | None = None,
     items: WorkItems | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One absorbed query per sequence over its blocks of latents. q: [B, H, rank + rope]; latents:
-    [num_blocks, block_size, rank + rope] -> [B, H, rank].
+    [num_blocks, block_size, rank + rope] -> out: [B, H, rank], and lse: [B, H] float32, the
+    log-sum-exp of a query's scores.
 
     block_table, context_lens, items: as in `paged_decode`; the rest as in lesson 10's
     `mla_flash_decode`. Raises ValueError.
@@ -249,7 +257,7 @@ def paged_mla_decode(
             num_stages=tiles.num_stages,
             **more,
         )
-    return merged(partial_out, partial_lse, items, q.dtype)[0]
+    return merged(partial_out, partial_lse, items, q.dtype)
 
 
 # ---------------------------------------------------------------- the rung
@@ -268,10 +276,16 @@ def decode(
     """
     if not kernel_fits(q):
         return naive.attend(q, k_cache, v_cache, batch, softmax_scale, window)
-    num_heads = q.shape[1]
-    blocks, per_sm = programs_of(num_heads, q)
-    block_n = tiles_of(num_heads, q).block_n
-    return paged_mla_decode(
+    return decode_states(q, k_cache, v_cache, batch, softmax_scale)[0]
+
+
+def decode_states(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same by the kernel, with what `paged_mla_states` returns."""
+    blocks, per_sm = programs_of(q.shape[1], q)
+    block_n = tiles_of(q.shape[1], q).block_n
+    return paged_mla_states(
         q,
         k_cache[:, :, 0],
         batch.block_table,

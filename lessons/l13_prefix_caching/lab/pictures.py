@@ -7,7 +7,6 @@ cascade attention saves. All are counted, none is measured.
 
 import random
 import sys
-from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
@@ -15,11 +14,10 @@ from lessons.l13_prefix_caching.cache import CachingBlockManager
 from lessons.l13_prefix_caching.lab.cascade_traffic import Shared, cascade_bytes, separate_bytes
 from lessons.l13_prefix_caching.lab.traffic import TRACES, replay
 from lessons.l13_prefix_caching.optimized import Node, RadixTree
-from lessons.toolbox.command import OneLineParser, run_command
-from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, save_svg, style
+from lessons.toolbox.draw.again import Picture, draw_again
+from lessons.toolbox.draw.figure import PALETTE, ClassFigure, frame, key, style
 from lessons.toolbox.draw.plotting import bars, class_plot
 
-HERE = Path(__file__).parent
 SIZE = 4  # tokens of a block
 COMPUTED, KNOWN, PARTIAL = PALETTE[1], PALETTE[0], "#DDDDDD"
 BLOCKS_ALT = (
@@ -146,19 +144,16 @@ def draw_cascade() -> ClassFigure:
     )
 
 
+PICTURES: dict[str, Picture] = {
+    "blocks": (draw, BLOCKS_ALT),
+    "rates": (draw_rates, RATES_ALT),
+    "cascade": (draw_cascade, CASCADE_ALT),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l13_prefix_caching.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    save_svg(draw(), HERE / "blocks.svg", alt=BLOCKS_ALT)
-    save_svg(draw_rates(), HERE / "rates.svg", alt=RATES_ALT)
-    save_svg(draw_cascade(), HERE / "cascade.svg", alt=CASCADE_ALT)
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from lessons.l14_continuous_batching.lab.workload import (
     uniform,
     variation,
 )
-from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     ROLES,
@@ -47,7 +47,6 @@ from lessons.toolbox.draw.figure import (
     log_axis,
     marks,
     number,
-    save_svg,
     style,
 )
 from lessons.toolbox.draw.plotting import gantt
@@ -246,7 +245,7 @@ def draw_load(cost: StepCost | None = None, source: str = "") -> ClassFigure:
     return fig
 
 
-PICTURES = {
+PICTURES: dict[str, Picture] = {
     "slots": (
         draw_slots,
         "Eight rows over steps. Four static rows: short answers leave their place idle until the "
@@ -269,17 +268,8 @@ PICTURES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l14_continuous_batching.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    for name, (draw_picture, alt) in PICTURES.items():
-        save_svg(draw_picture(), HERE / f"{name}.svg", alt=alt)
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ writes spike.svg and trade_off.svg beside this file.
 
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 from matplotlib.ticker import FuncFormatter
 
@@ -21,7 +20,7 @@ from lessons.l15_chunked_prefill.lab.experiments import (
     long_prompt_steps,
     trade_off,
 )
-from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     ROLES,
@@ -30,11 +29,9 @@ from lessons.toolbox.draw.figure import (
     label_column,
     log_axis,
     number,
-    save_svg,
     style,
 )
 
-HERE = Path(__file__).parent
 BUDGET = 2048
 MODEL = "predicted, not measured · Llama-3-8B on an H100, 60 % of its rates, 3 ms a step"
 
@@ -105,18 +102,15 @@ def draw_trade_off() -> ClassFigure:
     return fig
 
 
+PICTURES: dict[str, Picture] = {
+    "spike": (draw_spike, None),
+    "trade_off": (draw_trade_off, None),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l15_chunked_prefill.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    save_svg(draw_spike(), HERE / "spike.svg")
-    save_svg(draw_trade_off(), HERE / "trade_off.svg")
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lessons.l18_weight_quantization.kernels.cuda_tensor_cores import (
     MOST_WARPS,
     SOURCE,
     Warps,
+    pieces_for,
     w4a16_tensor_cores,
     warps_for,
 )
@@ -80,6 +81,9 @@ def test_the_order_of_the_codes_is_a_plain_loop(outputs, columns, seed):
         ("int4, groups of 256", (8, 17, 1280), None),
         ("int4, groups of 128", (9, 33, 2048 + 128), Warps(2, 8)),  # eight warps share the inputs
         ("int4, zeros", (2, 16, 1088), Warps(1, 3)),
+        # pieces of several blocks: the last one shorter, and more blocks than stretches
+        ("int4, groups of 128", (16, 49, 1920), Warps(3, 1, 3)),
+        ("int4, zeros", (5, 33, 320), Warps(2, 1, 8)),
     ],
 )
 def test_product(name, shape, warps, dtype, seed):
@@ -123,24 +127,48 @@ def test_rows_apart_and_rows_around_x(seed):
 
 @pytest.mark.cuda_cpp
 def test_bits_do_not_depend_on_the_other_rows(seed):
-    """A row alone, among 5 and among 13: two kernels, the same sums in the same order."""
+    """A row alone, among 5 and among 13: two kernels, pieces in one block and in several, the same
+    sums in the same order.
+    """
     weight = matrix("int4, groups of 128", 18, 768, seed)
     x = draw("normal", (13, 768), dtype=torch.bfloat16, seed=seed, device=DEVICE)
     alone = of_grouped(x[2:3], weight)
     for rows in (5, 13):
+        chosen = warps_for(rows, 18, 768, 132)
+        assert chosen.blocks == (3 if rows > 2 else 1)
         assert_same_bits(of_grouped(x[:rows], weight)[2:3], alone)
+
+
+@pytest.mark.cuda_cpp
+def test_the_last_block_leaves_the_counts_as_they_were(seed):
+    """Launch after launch with the same matrix, whichever block comes last: the same bits, and a
+    count of 0.
+    """
+    weight = to_fragments(matrix("int4, zeros", 40, 1344, seed))
+    x = draw("normal", (9, 1344), dtype=torch.float16, seed=seed, device=DEVICE)
+    expected = w4a16_tensor_cores(x, weight, None, Warps(1, 3))
+    for warps in (Warps(2, 1, 3), Warps(3, 1, 3), Warps(2, 1, 3)):
+        assert_same_bits(w4a16_tensor_cores(x, weight, None, warps), expected)
+        assert not weight.arrived.any()
 
 
 def test_the_warps_of_a_block():
     """Llama-3-8B's matrices on an H200's 132 SMs: the busiest has 1 to 14 tiles of 16 outputs."""
-    assert warps_for(28672, 4096, 132) == (14, 2)  # 128 blocks
-    assert warps_for(4096, 4096, 132) == (2, 8)
-    assert warps_for(6144, 4096, 132) == (3, 8)
-    assert warps_for(4096, 14336, 132) == (2, 8)
-    assert warps_for(16, 256, 132) == (1, 1)  # one stretch is not shared
+    assert warps_for(1, 28672, 4096, 132) == (14, 2, 1)  # 128 blocks
+    assert warps_for(1, 4096, 4096, 132) == (2, 8, 1)
+    assert warps_for(1, 6144, 4096, 132) == (3, 8, 1)
+    assert warps_for(1, 4096, 14336, 132) == (2, 8, 1)
+    assert warps_for(1, 16, 256, 132) == (1, 1, 1)  # one stretch is not shared
+    # With more rows than twice the tiles of an SM pieces go to blocks, and bits stay.
+    assert warps_for(16, 28672, 4096, 132) == (14, 2, 1)
+    assert warps_for(4, 4096, 4096, 132).blocks == 1
+    assert warps_for(5, 4096, 4096, 132) == (16, 1, 8)
+    assert warps_for(16, 16, 256, 132) == (1, 1, 1)
     for outputs in (1, 999, 128256):
-        of_outputs, splits = warps_for(outputs, 4096, 132)
-        assert of_outputs * splits <= MOST_WARPS
+        pieces = pieces_for(outputs, 4096, 132)[1]
+        for rows in (1, 16):
+            of_outputs, splits, blocks = warps_for(rows, outputs, 4096, 132)
+            assert of_outputs * splits <= MOST_WARPS and splits * blocks == pieces
 
 
 @pytest.mark.compiler
@@ -152,8 +180,8 @@ def test_it_compiles(chip):
     (report,) = check_cuda(SOURCE.read_text(encoding="utf-8"), [chip], SOURCE.name)
     if (report.error or "").startswith("not run"):
         pytest.skip(report.error)
-    # 16 rows with zero points: three registers too many for a B200, in each of the two types
-    assert report.spill_bytes <= (48 if chip == 100 else 0) and report.registers <= 72, report
+    # 16 rows: one to four registers too many for a B200, in each of four kernels
+    assert report.spill_bytes <= (112 if chip == 100 else 0) and report.registers <= 72, report
     assert report.matrix_instruction == "HMMA" and report.shared_bytes < 48 * 1024, report
     kernels = 8
     assert report.loads_128bit >= kernels * 8, report  # of the first stretch, and of a next one
@@ -194,8 +222,11 @@ def test_what_the_page_says_of_the_record():
             assert (found > 0.79) == (shape == "gate, up"), (shape, rows)
     assert not any(row["spill_bytes"] for row in RECORDED["calls"])
     n, k = SHAPES["down"]
-    blocks = -(-n // (16 * warps_for(n, k, 132).of_outputs))
+    of_outputs, pieces = pieces_for(n, k, 132)
+    blocks = -(-n // (16 * of_outputs))
     assert (blocks, round(blocks * 16 * k * 2 / 1e6), round(n * k / 2e6)) == (128, 59, 29)
+    assert round(blocks * 16 * k * 2 / pieces / 1e6) == 7
+    assert round(n * 16 * 4 * pieces / 1e6) == 2  # partial sums, written once and read once
     by_kernel = RECORDED["machine_instructions_a_weight"]
     assert {name for name, many in by_kernel.items() if many >= 3} == {
         "w4a16_bf16_16_zeros",
@@ -244,5 +275,5 @@ def test_arguments_that_are_refused():
 
 def test_an_empty_batch_gives_an_empty_result():
     weight = Fragments(*(getattr(to_fragments(matrix("int4, zeros", 8, 64).to("cpu")), name) for
-                         name in ("codes", "scales", "zeros", "group_size", "shape")))  # fmt: skip
+                         name in ("codes", "scales", "zeros", "group_size", "shape", "arrived")))  # fmt: skip
     assert w4a16_tensor_cores(torch.zeros(0, 64).half(), weight).shape == (0, 8)

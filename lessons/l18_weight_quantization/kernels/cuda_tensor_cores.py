@@ -21,7 +21,7 @@ from lessons.toolbox.kernels.cuda_cpp import CudaKernel
 
 SOURCE = Path(__file__).with_name("tensor_cores.cu")
 LANES, MOST_WARPS = 32, 28  # as there
-MOST_SPLITS = 8  # with 16 rows of x 132 KiB of shared memory; an A100's block has up to 163 KiB
+MOST_PIECES = 8  # as there; with 16 rows of x 132 KiB of shared memory, of 163 in an A100's block
 CHUNK = 8  # numbers between two rows of x in shared memory, as there
 MOST_TILES = 16  # of a block
 ROWS = (8, 16)  # of x that a kernel is for
@@ -35,12 +35,13 @@ KERNELS = {
 
 
 class Warps(NamedTuple):
-    """of_outputs: tiles of 16 outputs that a block owns; splits: warps that share the inputs of a
-    tile.
+    """of_outputs: tiles of 16 outputs that a block owns; splits: warps of a block that share the
+    inputs of a tile; blocks: blocks that share them. One of the two is 1.
     """
 
     of_outputs: int
     splits: int
+    blocks: int = 1
 
 
 def w4a16_tensor_cores(
@@ -60,11 +61,14 @@ def w4a16_tensor_cores(
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    warps = warps or warps_for(num_outputs, size, sms_of(x.device))
-    blocks = -(-len(weight.codes) // warps.of_outputs)
-    rows = next(most for most in ROWS if num_rows <= most)
+    warps = warps or warps_for(num_rows, num_outputs, size, sms_of(x.device))
+    tiles, rows = len(weight.codes), next(most for most in ROWS if num_rows <= most)
+    sums = tiles * warps.blocks * rows * OUTPUTS if warps.blocks > 1 else 0
+    partials = torch.empty(sums, dtype=torch.float32, device=x.device)
     KERNELS[x.dtype, rows, weight.zeros is not None][
-        blocks, (LANES * warps.of_outputs, warps.splits), shared_bytes(rows, warps)
+        (warps.blocks, -(-tiles // warps.of_outputs)),
+        (LANES * warps.splits, warps.of_outputs),
+        shared_bytes(rows, warps),
     ](
         x,
         weight.codes,
@@ -72,6 +76,8 @@ def w4a16_tensor_cores(
         weight.scales if weight.zeros is None else weight.zeros,  # not read without zeros
         x if bias is None else bias,  # not read without a bias
         out,
+        partials,
+        weight.arrived,
         np.int32(num_rows),
         np.int32(num_outputs),
         np.int32(size),
@@ -86,16 +92,31 @@ def w4a16_tensor_cores(
 
 def shared_bytes(rows: int, warps: Warps) -> int:
     """Two buffers of x. The sums that warps hand over fit into them: for 8 rows those are 512 bytes
-    of each of at most 27 warps, and two splits of x are 16 KiB.
+    of each of at most 28 warps, and two splits of x are 16 KiB.
     """
     return 2 * warps.splits * rows * (STRETCH + CHUNK) * 2
 
 
 @cache  # because every product of a step asks
-def warps_for(num_outputs: int, size: int, num_sms: int) -> Warps:
-    """The warps of a block: the busiest SM shall have as few tiles as it can, in few blocks,
-    because each block reads all of x. What is left of 28 warps shares the inputs. Not a function of
-    the rows of x, so neither are bits.
+def warps_for(num_rows: int, num_outputs: int, size: int, num_sms: int) -> Warps:
+    """The warps of a block, and whether the pieces of a tile's inputs are warps of one block or of
+    several.
+
+    In one block each SM reads all of x: num_rows / (4 · of_outputs) times the bytes of its codes,
+    through an L2 cache that is 1.5 times as fast as the memory. So with more rows than twice the
+    tiles, pieces go to blocks of their own, which read their piece of x alone. The sums
+    are the same, and so are bits: `pieces_for` knows no rows.
+    """
+    of_outputs, pieces = pieces_for(num_outputs, size, num_sms)
+    if num_rows <= 2 * of_outputs or pieces == 1:
+        return Warps(of_outputs, pieces)
+    return Warps(of_outputs * pieces, 1, pieces)
+
+
+@cache
+def pieces_for(num_outputs: int, size: int, num_sms: int) -> tuple[int, int]:
+    """(tiles of 16 outputs for an SM, pieces of the inputs of each). The busiest SM shall have as
+    few tiles as it can, and what is left of 28 warps shares the inputs.
     """
     tiles = -(-num_outputs // OUTPUTS)
 
@@ -103,8 +124,7 @@ def warps_for(num_outputs: int, size: int, num_sms: int) -> Warps:
         return -(-tiles // (of_outputs * num_sms)) * of_outputs
 
     of_outputs = min(range(MOST_TILES, 0, -1), key=of_busiest)  # of equals the first, the largest
-    splits = min(MOST_SPLITS, MOST_WARPS // of_outputs, -(-size // STRETCH))
-    return Warps(of_outputs, splits)
+    return of_outputs, min(MOST_PIECES, MOST_WARPS // of_outputs, -(-size // STRETCH))
 
 
 def check(x: Tensor, weight: Fragments, bias: Tensor | None) -> None:

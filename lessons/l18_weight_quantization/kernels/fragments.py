@@ -26,6 +26,8 @@ class Fragments(QuantizedWeight):
     4g + t holds inputs 16t + 4s … 16t + 4s + 3 of outputs g and g + 8. scales: [tiles, groups, 8,
     2] float16, output g and g + 8 side by side. zeros: the same in uint8, or None. What fills up
     the last tile and the last 256 inputs is 0.
+    arrived: [tiles] int32, 0 between launches: how many pieces of a tile's sum are there. So only
+    one launch at a time may read a matrix.
     order: as in GroupedInt.
     """
 
@@ -34,6 +36,7 @@ class Fragments(QuantizedWeight):
     zeros: Tensor | None
     group_size: int
     shape: tuple[int, int]
+    arrived: Tensor
     order: Tensor | None = None
 
     def dequantize(self) -> Tensor:
@@ -58,7 +61,9 @@ def to_fragments(weight: GroupedInt) -> Fragments:
     if weight.zeros is not None:
         zeros = by_lanes(weight.zeros, tiles, groups)
     scales = by_lanes(weight.scales, tiles, groups)
-    return Fragments(words, scales, zeros, weight.group_size, (rows, columns), weight.order)
+    arrived = torch.zeros(tiles, dtype=torch.int32, device=words.device)
+    shape = rows, columns
+    return Fragments(words, scales, zeros, weight.group_size, shape, arrived, weight.order)
 
 
 def to_grouped(weight: Fragments) -> GroupedInt:

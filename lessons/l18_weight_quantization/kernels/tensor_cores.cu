@@ -14,15 +14,19 @@
 // puts the exponent of 128 (bfloat16) or 1024 (float16) above them in one instruction, which makes 128 + code; one addition leaves
 // code - zero. So 8 codes cost 3 shifts, 4 lop3 and 4 additions, 1.4 instructions a weight, and all else is shared by many weights.
 //
-// A block is wn warps in x and wk in y. A warp owns 16 outputs; wk warps share them, and each takes every wk-th stretch of 256 inputs. So a matrix of
-// few outputs has enough warps as well. A warp loads the codes of its next stretch before it multiplies this one. x passes through shared
-// memory in two buffers, because all warps read it. At the end the first warp of a tile adds up what the others hand over, in their order.
-// Sums are float32, a group's scale multiplies the sum of 64 inputs. cuda_tensor_cores.py launches it. No header is included.
+// Who adds. A block is wk warps in x and wn in y. A warp owns 16 outputs and a piece of the inputs: every so many-th stretch of 256. So a
+// matrix of few outputs has enough warps as well. The pieces of a tile are wk warps of a block, or one warp in each of gridDim.x blocks;
+// one of the two numbers is 1. In a block each warp hands its sums to the first. Between blocks they go through memory, and the last warp
+// that comes adds up. Either way they are added in the order of the pieces, so the bits are the same.
+//
+// A warp loads the codes of its next stretch before it multiplies this one. x passes through shared memory in two buffers, because all
+// warps read it. Sums are float32, a group's scale multiplies the sum of 64 inputs. cuda_tensor_cores.py launches it. No header is included.
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int LANES = 32, MOST_WARPS = 28, OUTPUTS = 16;
+constexpr int LANES = 32, MOST_WARPS = 28, MOST_PIECES = 8, OUTPUTS = 16;
 constexpr int UNIT = 64, UNITS = 4, STRETCH = UNIT * UNITS;  // inputs of a 16-byte load of codes, and of a warp's stretch
-constexpr int CHUNK = 8;                                   // numbers of 16 bytes, which cp.async copies
+constexpr int SUMS_BYTES = 16 * LANES;                       // of four sums of each lane
+constexpr int CHUNK = 8;                                     // numbers of 16 bytes, which cp.async copies
 constexpr int ROW = STRETCH + CHUNK;  // numbers of a row of x in shared memory: 16 bytes more than a stretch, so no bank is met twice
 
 struct bf16 {
@@ -77,6 +81,7 @@ struct fp16 {
 struct alignas(16) Words {
     unsigned word[4];
 };
+using Address = decltype(__cvta_generic_to_global(nullptr));  // in global memory
 __device__ Words load_codes(const Words* from) {  // volatile, so that the compiler leaves it ahead of the products
     Words to;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -103,6 +108,44 @@ __device__ void two_floats(float (&to)[2], unsigned pair) {  // of two float16
     to[0] = fp16{low}.wide();
     to[1] = fp16{high}.wide();
 }
+__device__ void store_shared(unsigned to, const float (&from)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]) : "memory");
+}
+__device__ void load_shared(float (&to)[4], unsigned from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(from) : "memory");
+}
+__device__ void store_sums(Address to, const float (&from)[4]) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]) : "memory");
+}
+__device__ void load_sums(float (&to)[4], Address from) {  // from the L2 cache, where other SMs have written them
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "l"(from) : "memory");
+}
+__device__ bool is_last(unsigned* arrived, int many, int lane) {  // of many warps; the last leaves a 0 for the next launch
+    unsigned before = 0;
+    __syncwarp();  // all lanes have stored theirs
+    if (lane == 0)
+        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                     : "=r"(before)
+                     : "l"(__cvta_generic_to_global(arrived)), "r"(many - 1)
+                     : "memory");
+    return __shfl_sync(ALL_LANES, before, 0) == many - 1;
+}
+template <int TILES, typename Load>
+__device__ void add_pieces(float (&sums)[TILES][4], int pieces, const Load& load) {
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        float found[MOST_PIECES][4];  // all loads are on their way before the first sum is needed
+#pragma unroll
+        for (int k = 0; k < MOST_PIECES; k++)
+            if (k < pieces) load(found[k], k, i);
+#pragma unroll
+        for (int k = 0; k < MOST_PIECES; k++)
+            for (int j = 0; j < 4; j++)
+                if (k < pieces) sums[i][j] = k ? sums[i][j] + found[k][j] : found[0][j];
+    }
+}
 __device__ unsigned masked_or(unsigned a, unsigned mask, unsigned c) {  // a & mask | c
     unsigned to;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(a), "r"(mask), "r"(c));
@@ -112,24 +155,24 @@ __device__ unsigned masked_or(unsigned a, unsigned mask, unsigned c) {  // a & m
 // ---------------------------------------------------------------- the kernel
 
 // x: [M, K]; codes: [tiles, K / 64, 32, 4] words; scales, zeros: [tiles, groups, 8, 2]; out: [M, N]. groups: of 64 << group_shift inputs.
+// partials: [tiles, pieces, TILES, 32, 4] float32, and arrived: [tiles], all 0 before and after, are used by pieces of several blocks alone.
 template <typename T, int TILES, bool ZEROS>
 __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigned* scales, const unsigned short* zeros, const T* bias, T* out,
-                                   int num_rows, int num_outputs, int size, int num_stretches, int num_groups, int group_shift,
-                                   int has_bias, int stride_x) {
+                                   float* partials, unsigned* arrived, int num_rows, int num_outputs, int size, int num_stretches,
+                                   int num_groups, int group_shift, int has_bias, int stride_x) {
     constexpr int ROWS = 8 * TILES;     // of x
     constexpr int BUFFER = ROWS * ROW;  // numbers
     extern __shared__ Words memory[];  // T[wk][2][ROWS][ROW], later the sums that warps hand over
-    int wn = blockDim.x / LANES, wk = blockDim.y;
-    int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, g = lane / 4, t = lane % 4;
-    int split = threadIdx.y, num_tiles = (num_outputs + OUTPUTS - 1) / OUTPUTS;
-    int tile = blockIdx.x * wn + warp, own = min(tile, num_tiles - 1);  // after the last tile: the last one again, not stored
-    codes += (static_cast<long long>(own) * num_stretches + split) * (UNITS * LANES) + lane;
-    unsigned own_groups = own * num_groups * 8 + g;
+    int wk = blockDim.x / LANES, wn = blockDim.y, pieces = wk * gridDim.x;
+    int lane = threadIdx.x % LANES, split = threadIdx.x / LANES, warp = threadIdx.y, g = lane / 4, t = lane % 4;
+    int first = blockIdx.x * wk, piece = first + split;  // the block's first, and the warp's
+    int num_tiles = (num_outputs + OUTPUTS - 1) / OUTPUTS;
+    int tile = blockIdx.y * wn + warp, own = min(tile, num_tiles - 1);  // after the last tile: the last one again, not stored
     unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(memory));
 
     // A warp copies rows of x for its own split: a row's stretch is 512 bytes. Rows after the last one are left as they are. They would be
     // columns of the product, and nothing is stored of those.
-    unsigned from = warp * stride_x + split * STRETCH + lane * CHUNK;
+    unsigned from = warp * stride_x + piece * STRETCH + lane * CHUNK;
     unsigned to = shared + sizeof(T) * (split * 2 * BUFFER + warp * ROW + lane * CHUNK);
     auto start_copy = [&](int stretch, int buffer) {
         int bytes = stretch * STRETCH + lane * CHUNK < size ? 16 : 0;
@@ -141,33 +184,34 @@ __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigne
             row_to += wn * sizeof(T) * ROW;
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        from += wk * STRETCH;
+        from += pieces * STRETCH;
     };
-    auto load_of_groups = [&](const auto* of_groups, int stretch) {  // lane 4g + t: for unit t, output g and g + 8
-        return load_word(of_groups + (own_groups + ((stretch * UNITS + t) >> group_shift) * 8));
-    };
+    start_copy(piece, 0);
+    __syncthreads();  // because a copy that queues up after all codes would hold up all warps
+    codes += (static_cast<long long>(own) * num_stretches + piece) * (UNITS * LANES) + lane;
+    unsigned own_groups = own * num_groups * 8 + g;
+    auto group_of = [&](int stretch) { return own_groups + ((stretch * UNITS + t) >> group_shift) * 8; };  // for unit t, output g and g + 8
     float sums[TILES][4] = {};
     Words words[UNITS];
     unsigned scale_words = 0, zero_words = 0;
-    start_copy(split, 0);
-    if (split < num_stretches) {
+    if (piece < num_stretches) {
 #pragma unroll
         for (int u = 0; u < UNITS; u++) words[u] = load_codes(codes + u * LANES);
-        scale_words = load_of_groups(scales, split);
-        if (ZEROS) zero_words = load_of_groups(zeros, split);
+        scale_words = load_word(scales + group_of(piece));
+        if (ZEROS) zero_words = load_word(zeros + group_of(piece));
     }
     const T* my_columns = reinterpret_cast<T*>(memory) + split * 2 * BUFFER + g * ROW + 16 * t;
-    for (int stretch = split, buffer = 0; stretch - split < num_stretches; stretch += wk, buffer ^= 1) {
+    for (int stretch = piece, buffer = 0; first < num_stretches; first += pieces, stretch += pieces, buffer ^= 1) {
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncthreads();  // x of these stretches has arrived, and no warp reads the other buffer any more
-        if (stretch - split + wk < num_stretches) start_copy(stretch + wk, buffer ^ 1);
+        if (first + pieces < num_stretches) start_copy(stretch + pieces, buffer ^ 1);
         if (stretch >= num_stretches) continue;
-        bool more = stretch + wk < num_stretches;
-        codes += wk * (UNITS * LANES);
+        bool more = stretch + pieces < num_stretches;
+        codes += pieces * (UNITS * LANES);
         unsigned my_scales = scale_words, my_zeros = zero_words;
         if (more) {
-            scale_words = load_of_groups(scales, stretch + wk);
-            if (ZEROS) zero_words = load_of_groups(zeros, stretch + wk);
+            scale_words = load_word(scales + group_of(stretch + pieces));
+            if (ZEROS) zero_words = load_word(zeros + group_of(stretch + pieces));
         }
         const T* columns = my_columns + buffer * BUFFER;
         float part[TILES][4] = {};
@@ -206,33 +250,43 @@ __device__ void w4a16_tensor_cores(const T* x, const Words* codes, const unsigne
         }
     }
 
-    if (wk > 1) {  // the other warps of a tile hand their sums to the first
+    // The first warp, or the last that comes, adds up all pieces of a tile. It takes them in their order, whoever it is.
+    if (wk > 1) {  // pieces are warps of this block
+        unsigned handed = shared + (split * wn + warp) * (TILES * SUMS_BYTES) + lane * 16;
         __syncthreads();
-        float(*others)[TILES * 4][LANES] = reinterpret_cast<float(*)[TILES * 4][LANES]>(memory);
-        if (split)
-            for (int i = 0; i < TILES * 4; i++) others[(split - 1) * wn + warp][i][lane] = sums[i / 4][i % 4];
+        for (int i = 0; i < TILES; i++) store_shared(handed + i * SUMS_BYTES, sums[i]);
         __syncthreads();
-        if (!split)
-            for (int other = 0; other < wk - 1; other++)
-                for (int i = 0; i < TILES * 4; i++) sums[i / 4][i % 4] += others[other * wn + warp][i][lane];
+        if (split) return;
+        add_pieces<TILES>(sums, pieces, [&](float(&to)[4], int k, int i) { load_shared(to, handed + (k * wn * TILES + i) * SUMS_BYTES); });
     }
-    if (split || tile >= num_tiles) return;
+    if (tile >= num_tiles) return;
+    if (gridDim.x > 1) {  // pieces are warps of other blocks
+        Address of_tile = __cvta_generic_to_global(partials + (tile * pieces * (TILES * LANES) + lane) * 4);
+        for (int i = 0; i < TILES; i++) store_sums(of_tile + (piece * TILES + i) * SUMS_BYTES, sums[i]);
+        if (!is_last(arrived + tile, pieces, lane)) return;
+        add_pieces<TILES>(sums, pieces, [&](float(&to)[4], int k, int i) { load_sums(to, of_tile + (k * TILES + i) * SUMS_BYTES); });
+    }
 #pragma unroll
-    for (int i = 0; i < TILES * 4; i++) {
-        int row = i / 4 * 8 + 2 * t + i % 2, n = tile * OUTPUTS + g + i % 4 / 2 * 8;
-        if (row < num_rows && n < num_outputs)
-            out[static_cast<long long>(row) * num_outputs + n] = T::of(sums[i / 4][i % 4] + (has_bias ? bias[n].wide() : 0.0f));
+    for (int lower = 0; lower < 2; lower++) {
+        int n = tile * OUTPUTS + g + 8 * lower;
+        if (n >= num_outputs) break;
+        float added = has_bias ? bias[n].wide() : 0.0f;
+#pragma unroll
+        for (int i = 0; i < TILES * 2; i++) {
+            int row = i / 2 * 8 + 2 * t + i % 2;
+            if (row < num_rows) out[row * num_outputs + n] = T::of(sums[i / 2][2 * lower + i % 2] + added);
+        }
     }
 }
 
 // Called by name from Python, so each type, each number of rows, and zeros have names of their own. Strides count numbers, not bytes.
 #define W4A16(NAME, T, TILES, ZEROS)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(MOST_WARPS * LANES)                                                                  \
-        NAME(const T* x, const Words* codes, const unsigned* scales, const unsigned short* zeros, const T* bias, T* out, int num_rows,      \
-             int num_outputs, int size, int num_stretches, int num_groups, int group_shift, int has_bias,             \
-             int stride_x)       {                                                                                                    \
-        w4a16_tensor_cores<T, TILES, ZEROS>(x, codes, scales, zeros, bias, out, num_rows, num_outputs, size, num_stretches,           \
-                                            num_groups, group_shift, has_bias, stride_x);                                     \
+        NAME(const T* x, const Words* codes, const unsigned* scales, const unsigned short* zeros, const T* bias, T* out, float* partials,  \
+             unsigned* arrived, int num_rows, int num_outputs, int size, int num_stretches, int num_groups, int group_shift,          \
+             int has_bias, int stride_x) {                                                                                            \
+        w4a16_tensor_cores<T, TILES, ZEROS>(x, codes, scales, zeros, bias, out, partials, arrived, num_rows, num_outputs, size,       \
+                                            num_stretches, num_groups, group_shift, has_bias, stride_x);                              \
     }
 W4A16(w4a16_bf16_8, bf16, 1, false)
 W4A16(w4a16_bf16_16, bf16, 2, false)

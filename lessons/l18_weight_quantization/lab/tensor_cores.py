@@ -17,7 +17,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lessons.l18_weight_quantization.kernels.cuda_tensor_cores import SOURCE, w4a16_tensor_cores
+from lessons.l18_weight_quantization.kernels.cuda_tensor_cores import (
+    SOURCE,
+    w4a16_tensor_cores,
+    warps_for,
+)
 from lessons.l18_weight_quantization.kernels.cuda_w4a16 import w4a16_cuda
 from lessons.l18_weight_quantization.kernels.fragments import Fragments
 from lessons.l18_weight_quantization.optimized import matmul
@@ -26,15 +30,20 @@ from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.gpu.nvrtc import cubin_of
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l18_tensor_cores.json"
-# Llama-3-8B's matrices, [N, K]; gate and up as results/h200/l18_batch.json has them
+# [N, K] of Llama-3-8B's matrices; gate and up as results/h200/l18_batch.json has them
 SHAPES = {
     "gate, up": (28672, 4096),
     "down": (4096, 14336),
     "q, k, v": (6144, 4096),
     "o": (4096, 4096),
+    "Qwen3-32B: gate, up": (51200, 5120),
+    "Qwen3-32B: down": (5120, 25600),
+    "Qwen3-32B: q, k, v": (10240, 5120),
+    "Qwen3-32B: o": (5120, 8192),
 }
 LARGEST, GROUP = "gate, up", 128
-ROWS = (1, 8, 16)
+ROWS = (1, 4, 8, 16)
+SMS = 132
 COPY_RATE = 4.3e12  # bytes/s that one may hope to reach of an H200's 4.8e12
 STRETCH = 256 * 16 // 32  # weights of a lane in one round of the loop
 # An H200 has timed one kernel in CUDA C++ of this lesson, one row by optimized.cu.
@@ -55,7 +64,8 @@ def fragments(n: int, k: int, with_zeros: bool = False) -> Fragments:
     shape = n // 16, k // GROUP, 8, 2
     points = zeros(*shape) if with_zeros else None
     codes = zeros(n // 16, k // 64, 32, 4, dtype=torch.int32)
-    return Fragments(codes, zeros(*shape, dtype=torch.float16), points, GROUP, (n, k))
+    arrived = zeros(n // 16, dtype=torch.int32)
+    return Fragments(codes, zeros(*shape, dtype=torch.float16), points, GROUP, (n, k), arrived)
 
 
 CALLS = {
@@ -64,11 +74,24 @@ CALLS = {
     "tensor cores, zeros": lambda x, *shape: w4a16_tensor_cores(x, fragments(*shape, True)),
     KNOWN: lambda x, *shape: w4a16_cuda(x, grouped(*shape)),
 }
+CALLS_OF_FRAGMENTS = ("tensor cores", "tensor cores, zeros")
 
 
-def least_s(rows: int, n: int, k: int) -> float:
-    """Seconds to read the codes, the scales and x and to write the results, at COPY_RATE."""
-    return (n * k / 2 + n * k / GROUP * 2 + 2 * rows * (n + k)) / COPY_RATE
+def least_bytes(rows: int, n: int, k: int) -> float:
+    """The codes, the scales, x and the results."""
+    return n * k / 2 + n * k / GROUP * 2 + 2 * rows * (n + k)
+
+
+def granted_s(rows: int, n: int, k: int) -> float:
+    """What the time model gives any launch that moves so many bytes: the launch, the first
+    instructions of its blocks, one latency of the memory, and the bytes at the rate of a copy.
+    """
+    from lessons.toolbox.measure.hardware import lookup
+    from lessons.toolbox.profile.replay import CONSTANTS as c
+
+    chip = lookup("h200")
+    rate = c.memory_share * chip.memory_bytes_per_s
+    return (c.launch + c.start + c.memory) / chip.clock_hz + least_bytes(rows, n, k) / rate
 
 
 def predicted(name: str, matrix: str, rows: int) -> dict:
@@ -78,13 +101,16 @@ def predicted(name: str, matrix: str, rows: int) -> dict:
 
     n, k = SHAPES[matrix]
     x = zeros(rows, k, dtype=torch.bfloat16)
-    profiles = profiled_sample(lambda: CALLS[name](x, n, k))
+    # blocks that share a tile's inputs run together, because the last of them adds up
+    together = warps_for(rows, n, k, SMS).blocks if name in CALLS_OF_FRAGMENTS else 1
+    profiles = profiled_sample(lambda: CALLS[name](x, n, k), together=together)
     times = [float(predict(profile).seconds) for profile in profiles]
     issued = sum(p.total["issued"] * 32 * p.programs / p.first.ran for p in profiles)
     return {
         "launches": len(profiles),
         "predicted_s": sum(times),
-        "floor_share": least_s(rows, n, k) / sum(times),
+        "floor_share": least_bytes(rows, n, k) / COPY_RATE / sum(times),
+        "granted_share": granted_s(rows, n, k) / sum(times),
         "ptx_a_weight": issued / (n * k),
         "registers": profiles[0].assembled.get("registers"),
         "spill_bytes": profiles[0].assembled.get("spill_bytes"),
@@ -119,10 +145,10 @@ def loops(chip: int = 90) -> dict[str, float]:
 
 
 def main() -> None:
-    asked = [(name, LARGEST, rows) for name in list(CALLS)[:3] for rows in ROWS]
+    asked = [("tensor cores", matrix, rows) for matrix in SHAPES for rows in ROWS]
+    asked += [("tensor cores, zeros", LARGEST, rows) for rows in ROWS]
+    asked += [("Triton", matrix, rows) for matrix in list(SHAPES)[:4] for rows in (1, 8, 16)]
     asked += [(KNOWN, LARGEST, 1)]
-    others = [matrix for matrix in SHAPES if matrix != LARGEST]
-    asked += [(name, m, rows) for m in others for name in list(CALLS)[:2] for rows in (1, 16)]
     record = {
         "machine_instructions_a_weight": loops(),
         "calls": [

@@ -115,7 +115,11 @@ def rotate_kernel(
         left_ptr + a[:, None] * A + a[None, :], mask=is_a[:, None] & is_a[None, :], other=0.0
     )
     rows = tl.dot(x, right, input_precision="ieee")  # [A, B] float32: every row of the tile
-    # tf32 keeps as many bits as float16, so that the second product adds no error to 16 bits.
+    if out_ptr.dtype.element_ty == tl.float16:
+        # tf32 keeps as many bits as float16, and drops the others. Half of the last bit is added,
+        # so that they are rounded. NaN stays out: its bits might become another number's.
+        rounded = (rows.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        rows = tl.where(rows == rows, rounded, rows)
     tile = tl.dot(left.to(tl.float32), rows, input_precision=PRECISION)
     out = (tile * factor).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out + place, out, mask=inside)

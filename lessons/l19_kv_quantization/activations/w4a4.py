@@ -4,7 +4,7 @@ A token has one scale, absmax / 7, and so has each output's row of the weight. T
 outliers hurt most: with 15 codes for a token, one channel that is 100 times as large leaves 0 for
 all others. Chips with tensor cores for INT4 (sm_75 to sm_89) multiply such codes. Blackwell
 multiplies FP4 with a scale for each 16 (lesson 18's NVFP4), which `nvfp4_tokens` makes of
-activations.
+activations; block_scaled/ is a kernel that does so.
 """
 
 from collections.abc import Callable

@@ -81,6 +81,34 @@ def test_hard_inputs(kind, seed):
     prove(rotate, rotate_by_matrix, (tokens(384, torch.float32, seed, kind),))
 
 
+def error_of(function, seed: int) -> float:
+    """How far `function` is off in float16, over how far the naive version is, which rounds
+    once.
+    """
+    x = tokens(1024, torch.float16, seed)
+    right = rotate_by_matrix(x.double())
+    return float((function(x) - right).norm() / (rotate_by_matrix(x) - right).norm())
+
+
+@pytest.mark.skipif(not interpreting(), reason="a wrong kernel may end the process")
+def test_float16_is_rounded_once_more_and_never_cut(seed, tmp_path):
+    """Two roundings are √2 times as far off as one. Bits that are dropped are twice as far off as
+    rounded ones, so that without the rounding it is √5.
+    """
+    assert error_of(rotate, seed) < 1.6
+    assert error_of(with_bug(module, tmp_path, "+ 0x1000", "+ 0").rotate, seed) > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_no_number_reaches_every_output_of_its_token(dtype, seed):
+    x = tokens(64, dtype, seed)
+    x[1, 7] = torch.nan
+    x[2, 9] = torch.inf
+    out = rotate(x)
+    assert out[1].isnan().all() and not out[2].isfinite().any()
+    assert out[[0, 3, 4]].isfinite().all()
+
+
 def test_twice_is_once_around(seed):
     """A Sylvester matrix is symmetric, so that the second rotation undoes the first."""
     x = tokens(256, torch.float32, seed)

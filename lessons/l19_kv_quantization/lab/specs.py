@@ -14,6 +14,7 @@ from lessons.l19_kv_quantization.activations.hadamard import LEAST_SIDE, sides_o
 from lessons.l19_kv_quantization.activations.w8a8 import blocks_of
 from lessons.l19_kv_quantization.kernels import codes, hooks
 from lessons.l19_kv_quantization.kernels.launch import crowding, sizes_for
+from lessons.l19_kv_quantization.lab import block_scaled_specs
 from lessons.l19_kv_quantization.lab.specs_of_rows import ROWS
 from lessons.l19_kv_quantization.optimized import LARGEST
 from lessons.toolbox.kernels.compile_check import KernelSpec
@@ -252,4 +253,5 @@ KERNELS += [rotate_spec(n, "bf16", WITH_MATRIX_UNITS) for n in (1024, 8192, 1126
 KERNELS += [rotate_spec(1024, "fp32", WITH_MATRIX_UNITS)]
 KERNELS += [products_spec(chip, head_dim) for chip in WITH_E4M3 for head_dim in (64, 128, 256)]
 KERNELS += [products_spec(90, 128, page_size=48), products_spec(90, 128, sees=in_window)]
+KERNELS += block_scaled_specs.KERNELS
 KERNELS += ROWS

@@ -9,10 +9,8 @@ of one half of the tokens runs beside the products of the other half. With --out
 l20_ranks.json there. Seconds are of a wall clock, because a rank that waits uses no processor.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -23,15 +21,12 @@ from torch import Tensor
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.cache import KVPool
 from lessons.l03_kv_cache.stand_ins import LESSON_03_TORCH
+from lessons.l20_parallelism.lab.rank_times import time_ranks
 from lessons.l20_parallelism.lab.testing import random_model
 from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.pipeline import MicroBatch, bubble, run_micro_batches
 from lessons.l20_parallelism.processes.group import Group
-from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l20_parallelism.processes.mesh import Links, Mesh, new_links
-from lessons.toolbox.command import OneLineParser, check_writable, run_command
-from lessons.toolbox.measure.device import fingerprint
-from lessons.toolbox.measure.records import write_json
 from lessons.toolbox.model.config import ModelConfig
 
 CONFIG = ModelConfig("llama", 8192, 1024, 4, 16, 4, 64, 2816, 1024)
@@ -238,33 +233,8 @@ EXPERIMENTS = {"shards": rank_shards, "stages": rank_stages, "overlap": rank_ove
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = OneLineParser(
-        "python -m lessons.l20_parallelism.lab.experiments", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args(argv)
-    return run_command("experiments", lambda: run(options))
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure, print and record. Raises ValueError for options that cannot work."""
-    if options.repeats < 1:
-        raise ValueError(f"--repeats: got {options.repeats}; accepted: 1 or more")
-    if options.out:
-        check_writable(options.out)
-    series = {}
-    for name, function in EXPERIMENTS.items():
-        series[name] = run_ranks(2, function, options.repeats, timeout_s=600.0)[0]
-        print(name)
-        for label, found in series[name].items():
-            print(f"  {label}: {found}", flush=True)
-    if options.out:
-        # a record like those of the harness, but its series have no x
-        facts = {"schema": 1, "name": "l20_ranks", "fingerprint": fingerprint()}
-        facts |= {"repeats": options.repeats, "clock": "wall clock, one thread a rank, gloo"}
-        write_json(options.out / "l20_ranks.json", facts | {"series": series})
-    return 0
+    record = {"name": "l20_ranks", "clock": "wall clock, one thread a rank, gloo"}
+    return time_ranks("experiments", __doc__, EXPERIMENTS, record, 9, argv)
 
 
 if __name__ == "__main__":

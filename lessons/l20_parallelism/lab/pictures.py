@@ -6,7 +6,7 @@ tokens that ranks share, and how much of eight GPUs is left after they have talk
 writes SVG files beside this file. Schedules are simulated, times are predictions of scaling.py.
 """
 
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 from lessons.l01_roofline.planner.models import find_model
@@ -22,6 +22,7 @@ from lessons.l20_parallelism.pipeline import Piece, bubble, decode_bubble, sched
 from lessons.l20_parallelism.planner.links import machine_of
 from lessons.l20_parallelism.planner.scaling import DEGREES, decode_step, efficiency, prefill
 from lessons.l20_parallelism.planner.shares import Layout
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     PALETTE,
@@ -29,7 +30,6 @@ from lessons.toolbox.draw.figure import (
     ClassFigure,
     frame,
     label_column,
-    save_svg,
     style,
 )
 from lessons.toolbox.draw.plotting import gantt
@@ -124,7 +124,7 @@ def draw_scaling(
     return fig
 
 
-PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+PICTURES: dict[str, Picture] = {
     "cuts": (draw_cuts, CUTS_ALT),
     "mesh": (
         draw_mesh,
@@ -160,11 +160,10 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
 }
 
 
-def main() -> None:
-    """Write all of them."""
-    for name, (draw, alt) in PICTURES.items():
-        save_svg(draw(), HERE / f"{name}.svg", alt=alt)
+def main(argv: list[str] | None = None) -> int:
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,27 +9,22 @@ l20_small_sums.json there. Seconds are of a wall clock, because a rank that wait
 with gloo, and all of one with shared memory.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from lessons.l20_parallelism.lab import experiments
+from lessons.l20_parallelism.lab.rank_times import time_ranks
 from lessons.l20_parallelism.lab.testing import random_model
 from lessons.l20_parallelism.optimized import shard
 from lessons.l20_parallelism.processes import symmetric
 from lessons.l20_parallelism.processes.group import Group
-from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l20_parallelism.processes.mesh import Mesh, new_links
-from lessons.toolbox.command import OneLineParser, check_writable, run_command
-from lessons.toolbox.measure.device import fingerprint
-from lessons.toolbox.measure.records import write_json
 
 SIZES = (4096, 16384, 65536, 262144, 1048576, 4194304)  # bytes of the tensor
 TOGETHER = 20  # all-reduces that are timed as one
@@ -107,33 +102,9 @@ EXPERIMENTS = {"sums": rank_sums, "steps": rank_steps}
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = OneLineParser(
-        "python -m lessons.l20_parallelism.lab.small_sums", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
-    parser.add_argument("--repeats", type=int, default=25)
-    options = parser.parse_args(argv)
-    return run_command("small_sums", lambda: run(options))
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure, print and record. Raises ValueError for options that cannot work."""
-    if options.repeats < 1:
-        raise ValueError(f"--repeats: got {options.repeats}; accepted: 1 or more")
-    if options.out:
-        check_writable(options.out)
-    series, load = {}, os.getloadavg()[0]
-    for name, function in EXPERIMENTS.items():
-        series[name] = run_ranks(2, function, options.repeats, timeout_s=600.0)[0]
-        print(name)
-        for label, found in series[name].items():
-            print(f"  {label}: {found}", flush=True)
-    if options.out:
-        facts = {"schema": 1, "name": "l20_small_sums", "fingerprint": fingerprint()}
-        facts |= {"repeats": options.repeats, "clock": "wall clock, one thread a rank"}
-        facts |= {"load": load}  # programs that wanted a core before this one began
-        write_json(options.out / "l20_small_sums.json", facts | {"series": series})
-    return 0
+    record = {"name": "l20_small_sums", "clock": "wall clock, one thread a rank"}
+    record |= {"load": os.getloadavg()[0]}  # programs that wanted a core before this one began
+    return time_ranks("small_sums", __doc__, EXPERIMENTS, record, 25, argv)
 
 
 if __name__ == "__main__":

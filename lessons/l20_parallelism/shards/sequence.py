@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from lessons.l02_naive_attention.decoder import MLP, Decoder
-from lessons.l06_mla.deepseek import DeepseekDecoder
+from lessons.l06_mla.deepseek import DeepseekDecoder, decoder_class
 from lessons.l06_mla.moe import MoEDecoder
 from lessons.l18_weight_quantization.naive import Float8Weight, to_float8
 from lessons.l20_parallelism.naive import Shards, column_parallel, equal_slices
@@ -38,6 +38,7 @@ from lessons.l20_parallelism.shards.layers import (
     VocabParallelEmbedding,
 )
 from lessons.toolbox.model.arguments import refuse
+from lessons.toolbox.model.config import ModelConfig
 
 # ---------------------------------------------------------------- ranks as lists
 
@@ -121,18 +122,29 @@ class GatheredNorm(nn.Module):
         return self.norm.weight
 
     def forward(self, x: Tensor) -> Tensor:  # [ceil(T / P), hidden_size] -> [T, hidden_size]
-        return self.rows.gather(self.norm(x))
+        return self.whole(self.norm(x))
+
+    def after_adding(self, branch: Tensor, residual: Tensor) -> Tensor:
+        """Where lesson 7 adds and norms in one operation: residual += branch, in place, both
+        [ceil(T / P), hidden_size] -> the norm of all rows, [T, hidden_size].
+        """
+        return self.whole(self.norm.after_adding(branch, residual))
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All rows. own: [ceil(T / P), hidden_size] -> [T, hidden_size]."""
+        return self.rows.gather(own)
 
 
 class Float8GatheredNorm(GatheredNorm):
     """The same, with 8 bits a value and a scale a row on the wire."""
 
-    def forward(self, x: Tensor) -> Tensor:  # [ceil(T / P), hidden_size] -> [T, hidden_size]
-        own = to_float8(self.norm(x), per="row")
+    def whole(self, own: Tensor) -> Tensor:
+        """As GatheredNorm: [ceil(T / P), hidden_size] -> [T, hidden_size]."""
+        short = to_float8(own, per="row")
         # as bytes, because not every library of collectives knows FP8
-        bits = self.rows.gather(own.values.view(torch.uint8))
-        whole = Float8Weight(bits.view(own.values.dtype), self.rows.gather(own.scales))
-        return whole.dequantize().to(x.dtype)
+        bits = self.rows.gather(short.values.view(torch.uint8))
+        whole = Float8Weight(bits.view(short.values.dtype), self.rows.gather(short.scales))
+        return whole.dequantize().to(own.dtype)
 
 
 def sequence_parallel(
@@ -141,24 +153,42 @@ def sequence_parallel(
     """`part`, changed so that its residual stream has this rank's rows alone. Its caches, `attend`
     and logits stay as they were: these have all rows.
 
-    norm_class: Float8GatheredNorm for 8 bits on the wire. Raises ValueError for a model whose
-    layers are no chain of norm, product and sum, and for stages.
+    norm_class: Float8GatheredNorm for 8 bits on the wire. A part that was changed before, or that
+    shares layers with one, is changed anew. Raises ValueError for a model whose layers are no chain
+    of norm, product and sum, and for stages.
     """
     if links.mesh.pp > 1:
         refuse("pp", links.mesh.pp, "1, because a stage hands on all rows")
-    if type(part) not in (Decoder, MoEDecoder, DeepseekDecoder):
-        refuse("model", part.config.model_type, "one with a norm before each product and no other")
+    check_chain(part.config)
     if links.tensor.size == 1:
         return part
     rows = Rows(links.tensor)
-    part.embed_tokens = ScatteredEmbedding(part.embed_tokens, rows)
+    part.embed_tokens = ScatteredEmbedding(as_it_was(part.embed_tokens), rows)
     for layer in part.layers:
-        layer.input_layernorm = norm_class(layer.input_layernorm, rows)
-        layer.post_attention_layernorm = norm_class(layer.post_attention_layernorm, rows)
-        layer.self_attn.o_proj = ScatteredSum(layer.self_attn.o_proj, rows)
-        if isinstance(layer.mlp, SummedExperts):
-            layer.mlp = ScatteredSum(layer.mlp, rows)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, norm_class(as_it_was(getattr(layer, name)), rows))
+        # Lesson 6's attention over latents has its matrices inside.
+        attention = getattr(layer.self_attn, "expanded", layer.self_attn)
+        attention.o_proj = ScatteredSum(as_it_was(attention.o_proj), rows)
+        mlp = as_it_was(layer.mlp)
+        if isinstance(mlp, SummedExperts):
+            layer.mlp = ScatteredSum(mlp, rows)
         else:
-            layer.mlp.down_proj = ScatteredSum(layer.mlp.down_proj, rows)
-    part.norm = GatheredNorm(part.norm, rows)  # in full, because logits follow
+            mlp.down_proj = ScatteredSum(as_it_was(mlp.down_proj), rows)
+    part.norm = GatheredNorm(as_it_was(part.norm), rows)  # in full, because logits follow
     return part
+
+
+def as_it_was(layer: nn.Module) -> nn.Module:
+    """A layer before `sequence_parallel` changed it."""
+    if isinstance(layer, ScatteredEmbedding):
+        return layer.embedding
+    if isinstance(layer, ScatteredSum):
+        return layer.layer
+    return layer.norm if isinstance(layer, GatheredNorm) else layer
+
+
+def check_chain(config: ModelConfig) -> None:
+    """Raise ValueError for a model that `sequence_parallel` cannot change, whatever the ranks."""
+    if decoder_class(config) not in (Decoder, MoEDecoder, DeepseekDecoder):
+        refuse("model", config.model_type, "one with a norm before each product and no other")

@@ -7,7 +7,6 @@ writes users.svg, overload.svg, knee.svg and omission.svg beside this file.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from lessons.l22_serving.lab.experiments import (
@@ -30,7 +29,7 @@ from lessons.l22_serving.lab.experiments import (
     two_users,
 )
 from lessons.l22_serving.load import percentile
-from lessons.toolbox.command import OneLineParser, run_command
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     ROLES,
@@ -40,7 +39,6 @@ from lessons.toolbox.draw.figure import (
     label_column,
     log_axis,
     number,
-    save_svg,
     style,
 )
 
@@ -180,7 +178,7 @@ def draw_omission() -> ClassFigure:
     return fig
 
 
-PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+PICTURES: dict[str, Picture] = {
     "users": (
         draw_users,
         "Time to first token of a user with few requests over the time of arrival. In the order of "
@@ -209,17 +207,8 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l22_serving.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw every picture again, beside this file."""
-    for name, (draw, alt) in PICTURES.items():
-        save_svg(draw(), HERE / f"{name}.svg", alt=alt)
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

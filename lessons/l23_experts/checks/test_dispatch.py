@@ -34,7 +34,7 @@ from lessons.l23_experts.ranks.wire import Float8, Plain, read_message, write_me
 from lessons.toolbox.proof.numerics import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("seed")
-SERVED = ("gathered", "counted", "slots")
+SERVED = ("broadcast", "gathered", "counted", "slots")
 SPLITS = {1: (13,), 2: (9, 4), 4: (5, 0, 7, 1), 8: (3, 1, 0, 0, 6, 2, 4, 1)}
 
 
@@ -67,6 +67,16 @@ def right_cases(size, seed):
 
 
 BUGS = {
+    "a rank's experts alone": (
+        "broadcast",
+        "self.group.all_reduce(self.shares(message, x, weights))",
+        "self.shares(message, x, weights)",
+    ),
+    "the sums of another rank": (
+        "broadcast",
+        "sums.split(counts)[self.group.rank]",
+        "sums[: len(x)]",
+    ),
     "the experts' numbers are those of all ranks": (
         "gathered",
         "chosen - self.own.start",
@@ -79,8 +89,8 @@ BUGS = {
     ),
     "a rank's share alone": (
         "gathered",
-        "self.group.reduce_scatter(shares)[: len(x)]",
-        "shares.view(self.group.size, height, -1)[self.group.rank][: len(x)]",
+        "self.group.reduce_scatter(self.shares(message, x, weights))",
+        "self.shares(message, x, weights).view(self.group.size, height, -1)[self.group.rank]",
     ),
     "combined in the order of tokens": (
         "counted",
@@ -169,6 +179,12 @@ def check_wire(case, size, results):
     message = row + top_k * (4 + wide.itemsize)  # with the experts' numbers and their weights
     for rank, result in enumerate(results):
         sent, calls = result["bytes"], result["calls"]
+        if case.form == "broadcast":
+            total, turns = sum(case.split), sum(map(bool, case.split))
+            sent = {name: found for name, found in sent.items() if found}
+            full = {"broadcast": total * message, "all_reduce": total * back} if total else {}
+            assert sent == {"all_gather": 8} | full
+            assert calls.get("broadcast", 0) == turns
         if case.form == "gathered":
             height = max(case.split)
             gathered = {"all_gather": 8 + height * message, "reduce_scatter": size * height * back}

@@ -11,6 +11,7 @@ from lessons.l20_parallelism.processes.launch import run_ranks
 from lessons.l23_experts.lab import halves as lab
 from lessons.l23_experts.ranks import halves, overlap
 from lessons.l23_experts.ranks.dispatch import (
+    BroadcastMoE,
     CountedDispatchMoE,
     FixedSlotsMoE,
     GatherScatterMoE,
@@ -156,7 +157,7 @@ def test_halves_take_turns_and_hide_the_line(seed):
     assert all(a[1] <= b[0] for a, b in pairwise(computing))
 
 
-FORMS = (SplitTokensMoE, GatherScatterMoE, CountedDispatchMoE, FixedSlotsMoE)
+FORMS = (SplitTokensMoE, BroadcastMoE, GatherScatterMoE, CountedDispatchMoE, FixedSlotsMoE)
 
 
 @pytest.mark.sample(2)

@@ -104,9 +104,10 @@ def test_written_slots_are_those_of_an_all_to_all(size, seed, proof):
                     errors.append(assert_close_to_oracle(got, expected, expected.double()))
             pairs = CONFIGS[config].num_experts_per_tok * sum(tokens for *_, tokens in of_ranks)
             assert sum(sent for _, _, sent, _ in of_ranks) == pairs * (row + back)
-    if errors:
-        proof.record(dispatch_kernel, errors)
-        proof.record(combine_kernel, errors)
+    if ON_GPU:
+        pytest.skip("NOT RUN: the kernels need windows of several GPUs")
+    proof.record(dispatch_kernel, errors)
+    proof.record(combine_kernel, errors)
 
 
 BUGS = {

@@ -114,6 +114,7 @@ FORMS = {  # name: (module, class)
     "replicated": ("experts", "ExpertParallelMoE"),
     "split": ("experts", "SplitTokensMoE"),
     "capacity": ("experts", "CapacityMoE"),
+    "broadcast": ("dispatch", "BroadcastMoE"),
     "gathered": ("dispatch", "GatherScatterMoE"),
     "counted": ("dispatch", "CountedDispatchMoE"),
     "slots": ("dispatch", "FixedSlotsMoE"),

@@ -7,7 +7,7 @@ writes them as SVG files beside this file, from the records of balance.py and la
 """
 
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from lessons.l23_experts.lab import balance, large, stream
 from lessons.l23_experts.ranks.large import H800, Wide, decode_core_s, direct, layer_parts
 from lessons.l23_experts.ranks.overlap import COMPUTE, NETWORK, Piece, end_of, schedule
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.diagrams import gantt
 from lessons.toolbox.draw.figure import (
     GREY,
@@ -24,7 +25,6 @@ from lessons.toolbox.draw.figure import (
     ClassFigure,
     frame,
     label_column,
-    save_svg,
     style,
 )
 
@@ -197,7 +197,7 @@ def over_gpus(ax: Axes, gpus: list[int], series: dict[str, list[float]]) -> None
     label_column(ax, labels)
 
 
-PICTURES: dict[str, tuple[Callable[[], Figure], str]] = {
+PICTURES: dict[str, Picture] = {
     "balance": (
         draw_balance,
         "The busiest of 32 ranks over the mean, for experts in order, packed, and with 32, 64 and "
@@ -226,11 +226,10 @@ PICTURES: dict[str, tuple[Callable[[], Figure], str]] = {
 }
 
 
-def main() -> None:
-    """Write them."""
-    for name, (draw, alt) in PICTURES.items():
-        save_svg(draw(), HERE / f"{name}.svg", alt=alt)
+def main(argv: list[str] | None = None) -> int:
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,13 +6,14 @@ has; and for the notebook's slider, from when on experts compute longer than the
 writes the first, and that of dispatch_picture.py, as SVG files beside this file.
 """
 
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import torch
 
 from lessons.l20_parallelism.lab.figures import box, words
 from lessons.l23_experts.lab.dispatch_picture import draw_dispatch
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     HALO,
     HATCHES,
@@ -22,7 +23,6 @@ from lessons.toolbox.draw.figure import (
     ClassFigure,
     frame,
     label_column,
-    save_svg,
     style,
 )
 from lessons.toolbox.measure.hardware import CHIPS, Chip
@@ -129,7 +129,7 @@ def draw_reads(num_experts: int = 8, top_k: int = 2, gpu: str = "h100") -> Class
     return fig
 
 
-PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
+PICTURES: dict[str, Picture] = {
     "experts": (
         draw_experts,
         "Left, a table of how many rows each of four GPUs sends to each. Right, a bar for each "
@@ -145,11 +145,10 @@ PICTURES: dict[str, tuple[Callable[[], ClassFigure], str]] = {
 }
 
 
-def main() -> None:
-    """Write it."""
-    for name, (draw, alt) in PICTURES.items():
-        save_svg(draw(), HERE / f"{name}.svg", alt=alt)
+def main(argv: list[str] | None = None) -> int:
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,13 @@
 """Expert parallelism as it is served: dispatch sends tokens to the ranks of their experts, combine
 brings the results back.
 
-In ranks/experts.py a token travels once for each of its experts. Here it is sent in the three ways
-that serving engines offer (vLLM's all2all_backend has their names):
+In ranks/experts.py a token travels once for each of its experts. Here it is sent in the ways that
+serving engines offer (vLLM's all2all_backend has their names):
 
     GatherScatterMoE      allgather_reducescatter. Every rank gets all tokens, and computes what
                           its own experts add to each. The sum goes back to the token's rank.
+    BroadcastMoE          naive. The same in its simplest form: the ranks broadcast their tokens in
+                          turn, and an all-reduce adds up the results of all tokens.
     CountedDispatchMoE    deepep_high_throughput. Counts first; then a token goes once to each RANK
                           that has some of its experts. That rank weighs and adds up its experts'
                           results, and sends one row back.
@@ -55,10 +57,35 @@ class GatherScatterMoE(SplitTokensMoE):
         message = write_message(self.form, x, chosen, weights)
         message = pad(message, (0, 0, 0, height - len(x)), value=EMPTY)
         message = self.group.all_gather(message, dim=0)
+        return self.group.reduce_scatter(self.shares(message, x, weights))[: len(x)]
+
+    def shares(self, message: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """Partial sums: what the experts of this rank add to each token of a message, [tokens, H]
+        as x. weights: [T, k] of this rank's tokens, which have their dtype.
+        """
         rows, chosen, weights = read_message(self.form, message, x, weights)
-        # partial sums: of each token what the experts of this rank add
-        shares = self.experts(rows, weights, chosen - self.own.start)
-        return self.group.reduce_scatter(shares)[: len(x)]
+        return self.experts(rows, weights, chosen - self.own.start)
+
+
+class BroadcastMoE(GatherScatterMoE):
+    """The same without a collective of equal sizes: each rank in turn broadcasts its tokens. Then
+    an all-reduce, of which a rank needs its own rows alone.
+    """
+
+    def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """As SplitTokensMoE.routed: [T, H] -> [T, H]."""
+        counts = self.group.all_gather(chosen.new_full((1,), len(x)), dim=0).tolist()
+        if not sum(counts):
+            return torch.zeros_like(x)
+        own = write_message(self.form, x, chosen, weights)
+        message = own.new_empty(sum(counts), own.shape[1])
+        parts = message.split(counts)
+        parts[self.group.rank].copy_(own)
+        for rank, part in enumerate(parts):
+            if len(part):
+                self.group.broadcast(part, rank)
+        sums = self.group.all_reduce(self.shares(message, x, weights))
+        return sums.split(counts)[self.group.rank]
 
 
 class CountedDispatchMoE(SplitTokensMoE):

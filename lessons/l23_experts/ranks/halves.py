@@ -123,6 +123,9 @@ class TurnGroup(Group):
     def all_to_all(self, x: Tensor, to_each: list[int], from_each: list[int]) -> Tensor:
         return self._travel(super().all_to_all, x, to_each, from_each)
 
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return self._travel(super().broadcast, x, source)
+
     def begin(self) -> None:
         """Wait for the turn, and compute."""
         self.turns.wait_for(self.number)

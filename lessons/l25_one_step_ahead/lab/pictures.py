@@ -7,17 +7,15 @@ writes timeline.svg beside this file.
 """
 
 import sys
-from pathlib import Path
 
 from matplotlib.axes import Axes
 
 from lessons.l25_one_step_ahead.lab.timeline import HOST_MS, Recorded, Span, recorded
 from lessons.l25_one_step_ahead.naive import Serial
 from lessons.l25_one_step_ahead.optimized import OneStepAhead
-from lessons.toolbox.command import OneLineParser, run_command
-from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, save_svg, style
+from lessons.toolbox.draw.again import Picture, draw_again
+from lessons.toolbox.draw.figure import GREY, PALETTE, ClassFigure, frame, style
 
-HERE = Path(__file__).parent
 DEVICE_MS = 5.0
 SHOWN_MS = 29.0
 LOOPS = {"in turns": Serial, "one step ahead": OneStepAhead}
@@ -68,17 +66,14 @@ def draw_bar(ax: Axes, span: Span, y: float) -> None:
         ax.text((start + end) / 2, y, text, ha="center", va="center")
 
 
+PICTURES: dict[str, Picture] = {
+    "timeline": (draw_timeline, None),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line, which takes no arguments; returns the exit code."""
-    prog = "python -m lessons.l25_one_step_ahead.lab.pictures"
-    OneLineParser(prog, description=__doc__.split("\n\n")[0]).parse_args(argv)
-    return run_command("pictures", draw_all)
-
-
-def draw_all() -> int:
-    """Draw the picture again, beside this file."""
-    save_svg(draw_timeline(), HERE / "timeline.svg")
-    return 0
+    """Draw every picture again, beside this file; returns the exit code."""
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

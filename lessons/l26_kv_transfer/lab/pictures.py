@@ -24,7 +24,7 @@ from lessons.l26_kv_transfer.costs import (
 )
 from lessons.l26_kv_transfer.lab.predicted import RECORD
 from lessons.l26_kv_transfer.lab.simulated import draw_apart
-from lessons.toolbox.draw.again import draw_again
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     GREY,
     HALO,
@@ -39,7 +39,6 @@ from lessons.toolbox.draw.figure import (
     style,
 )
 
-HERE = Path(__file__).parent
 MODEL = "Llama-3-8B, GQA"
 SHOWN = ("Llama-2-7B, MHA", MODEL, "Llama-3-8B, FP8 cache", "DeepSeek-V3, MLA")
 WAYS = {
@@ -203,18 +202,18 @@ def draw_gather(record: Path = RECORD) -> ClassFigure:
     return fig
 
 
-FIGURES = {
-    "pauses": draw_pauses,
-    "links": draw_links,
-    "pages": draw_pages,
-    "gather": draw_gather,
-    "apart": draw_apart,
+PICTURES: dict[str, Picture] = {
+    "pauses": (draw_pauses, None),
+    "links": (draw_links, None),
+    "pages": (draw_pages, None),
+    "gather": (draw_gather, None),
+    "apart": (draw_apart, None),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw every picture again, beside this file; returns the exit code."""
-    return draw_again(HERE, __doc__, FIGURES, argv)
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ writes state.svg, needle.svg, kept.svg and pages.svg beside this file.
 
 import math
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from lessons.l27_states.lab.needle import (
 )
 from lessons.l27_states.lab.windows import draw_pages
 from lessons.l27_states.naive import decayed_linear_attention, gated_delta_rule
-from lessons.toolbox.draw.again import draw_again
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     HALO,
     PALETTE,
@@ -41,7 +40,6 @@ from lessons.toolbox.draw.figure import (
     style,
 )
 
-HERE = Path(__file__).parent
 SIZE = 6
 # What is written: a key in each row of the state, then the first two once more, then nothing new.
 WRITTEN = [0, 1, 2, 3, 4, 5, 0, 1]
@@ -169,7 +167,7 @@ def draw_kept(model: Hybrid = QWEN3_NEXT) -> ClassFigure:
     at = model.kept_bytes(round(even)) / 1e6
     ax.plot([even], [at], "o", color=PALETTE[3], zorder=5)
     ax.annotate(
-        f"{even:,.0f} tokens", (even, at), (6, -18), textcoords="offset points",
+        f"{even:,.0f} tokens", (even, at), (6, -34), textcoords="offset points",
         color=PALETTE[3], fontweight="bold", path_effects=HALO,
     )  # fmt: skip
     ax.set_xscale("log", base=2)
@@ -182,12 +180,17 @@ def draw_kept(model: Hybrid = QWEN3_NEXT) -> ClassFigure:
     return fig
 
 
-FIGURES = {"state": draw_state, "needle": draw_needle, "kept": draw_kept, "pages": draw_pages}
+PICTURES: dict[str, Picture] = {
+    "state": (draw_state, None),
+    "needle": (draw_needle, None),
+    "kept": (draw_kept, None),
+    "pages": (draw_pages, None),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw every picture again, beside this file; returns the exit code."""
-    return draw_again(HERE, __doc__, FIGURES, argv)
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

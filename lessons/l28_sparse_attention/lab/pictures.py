@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from lessons.l07_kernel_fusion.lab.launches import LAUNCH_S
 from lessons.l28_sparse_attention.costs import crossing, full, sparse_s
 from lessons.l28_sparse_attention.lab.quality import OUT
-from lessons.toolbox.draw.again import draw_again
+from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import (
     HALO,
     PALETTE,
@@ -28,7 +28,6 @@ from lessons.toolbox.draw.figure import (
     style,
 )
 
-HERE = Path(__file__).parent
 TOY = (5, 0, 2, 8, 0, 2)  # the index scores of the lesson's toy
 CHOSEN, UNREAD = PALETTE[0], "#DDDDDD"
 CHOICES = {
@@ -179,17 +178,17 @@ def draw_quality(record: Path = OUT) -> ClassFigure:
     return fig
 
 
-FIGURES = {
-    "choice": draw_choice,
-    "pages": draw_pages,
-    "crossing": draw_crossing,
-    "quality": draw_quality,
+PICTURES: dict[str, Picture] = {
+    "choice": (draw_choice, None),
+    "pages": (draw_pages, None),
+    "crossing": (draw_crossing, None),
+    "quality": (draw_quality, None),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw every picture again, beside this file; returns the exit code."""
-    return draw_again(HERE, __doc__, FIGURES, argv)
+    return draw_again(__file__, __doc__, PICTURES, argv)
 
 
 if __name__ == "__main__":

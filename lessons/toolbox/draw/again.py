@@ -8,19 +8,24 @@ from matplotlib.figure import Figure
 from lessons.toolbox.command import OneLineParser, run_command
 from lessons.toolbox.draw.figure import save_svg
 
+# what draws it, and its alt text (None: what the page says)
+Picture = tuple[Callable[[], Figure], str | None]
+
 
 def draw_again(
-    folder: Path, doc: str, figures: Mapping[str, Callable[[], Figure]], argv: list[str] | None
+    file: str, doc: str, pictures: Mapping[str, Picture], argv: list[str] | None = None
 ) -> int:
-    """Write {name: what draws it} into a room's folder `lab`. doc: of the module, its first
-    paragraph is the help. argv: a command line without arguments. Returns the exit code.
+    """Write {name: picture} as SVG files beside a module of a room's `lab`. file: the module's.
+    doc: its docstring, of which the first paragraph is the help. argv: a command line without
+    arguments. Returns the exit code.
     """
-    prog = f"python -m lessons.{folder.parent.name}.lab.pictures"
+    path = Path(file)
+    prog = f"python -m lessons.{path.parts[-3]}.lab.{path.stem}"
     OneLineParser(prog, description=doc.split("\n\n")[0]).parse_args(argv)
 
     def draw_all() -> int:
-        for name, draw in figures.items():
-            save_svg(draw(), folder / f"{name}.svg")
+        for name, (draw, alt) in pictures.items():
+            save_svg(draw(), path.with_name(f"{name}.svg"), alt=alt)
         return 0
 
-    return run_command("pictures", draw_all)
+    return run_command(path.stem, draw_all)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
-from lessons.toolbox.gpu.instructions.tma import TensorMap
+from lessons.toolbox.gpu.instructions.tensormap import TensorMap
 from lessons.toolbox.gpu.ptx import Kernel
 from lessons.toolbox.gpu.written import written_parameters
 

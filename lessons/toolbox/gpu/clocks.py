@@ -103,6 +103,10 @@ class Cells:
         self.written = np.zeros(count, dtype=np.int64)  # time << TIME | place << PLACE | agent
         self.read = np.zeros((clocks.agents, count), dtype=np.int64)  # time << TIME | place
 
+    def writer(self, cell: np.ndarray) -> np.ndarray:
+        """The agent that wrote each cell last."""
+        return self.written[cell] & ((1 << PLACE) - 1)
+
     def note_read(self, threads, cell, cta, agent, lanes) -> None:
         """Check and note that each lane's agent reads its cell."""
         self.after_write(threads, cell, cta, agent, lanes, "reads")
@@ -137,8 +141,7 @@ class Cells:
         """Raises Fault if an agent does not know of the last write to its cell, other than
         `copies`.
         """
-        written = self.written[cell]
-        writer = written & ((1 << PLACE) - 1)
+        written, writer = self.written[cell], self.writer(cell)
         late = ((written >> TIME) > self.clocks.clock[cta, knower, writer]) & np.logical_not(copies)
         if late.any():
             bad = int(np.flatnonzero(late)[0])
@@ -167,8 +170,7 @@ class Cells:
 
     def after_fence(self, threads, cell, cta, starter, lanes) -> None:
         """Raises Fault if hardware that `starter` starts does not see the last write."""
-        written = self.written[cell]
-        writer = written & ((1 << PLACE) - 1)
+        written, writer = self.written[cell], self.writer(cell)
         hidden = (written >> TIME) > self.clocks.fenced[cta, starter, writer]
         if hidden.any():
             bad = int(np.flatnonzero(hidden)[0])

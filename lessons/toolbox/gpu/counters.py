@@ -30,22 +30,27 @@ GLOBAL = ("requests", "sectors", "least_sectors", "bytes", "first_sectors", "own
 SHARED = ("shared_requests", "passes", "least_passes")
 _kind: "Callable[[Kernel], Counts] | None" = None
 _programs: int | None = None
+_together: int = 1
 
 
 @contextmanager
 def counting(
-    kind: "Callable[[Kernel], Counts] | None" = None, programs: int | None = None
+    kind: "Callable[[Kernel], Counts] | None" = None,
+    programs: int | None = None,
+    together: int = 1,
 ) -> Iterator[None]:
     """Within it launches count what they do. It makes them a few times slower. kind: what makes a
     launch's Counts from its kernel; None: Counts itself. programs: of each launch only so many run,
-    evenly spread over the grid, so what it computes is incomplete; None: all.
+    evenly spread over the grid, so what it computes is incomplete; None: all. together: of so many
+    programs side by side all run or none, because they wait for or add to each other.
     """
-    global _kind, _programs
-    before, (_kind, _programs) = (_kind, _programs), (kind or Counts, programs)
+    global _kind, _programs, _together
+    before = _kind, _programs, _together
+    _kind, _programs, _together = kind or Counts, programs, together
     try:
         yield
     finally:
-        _kind, _programs = before
+        _kind, _programs, _together = before
 
 
 def counts_for(kernel: Kernel) -> "Counts | None":
@@ -59,7 +64,8 @@ def sampled(order: np.ndarray) -> np.ndarray:
     """
     if _programs is None or len(order) <= _programs:
         return order
-    return np.linspace(0, len(order) - 1, _programs).astype(np.int64)
+    groups = np.linspace(0, len(order) // _together - 1, _programs // _together).astype(np.int64)
+    return (groups[:, None] * _together + np.arange(_together)).reshape(-1)
 
 
 class Counts:
@@ -97,8 +103,8 @@ class Counts:
 
     def flag(self, threads, what: str, address: int, lanes: np.ndarray, number: int = 0) -> None:
         """Lanes do something to the mbarrier at an address. what: "init" (number: of arrivals),
-        "arrive", "expect" (number: bytes, with an arrival), "copy" (number: bytes to come) or
-        "wait" (number: parity), which has found the phase complete.
+        "arrive" (number: of arrivals a lane), "expect" (number: bytes, with an arrival), "copy"
+        (number: bytes to come) or "wait" (number: parity), which has found the phase complete.
         """
         if threads.programs is self.programs and len(lanes):
             warps, many = np.unique(threads.warp[lanes], return_counts=True)
@@ -127,8 +133,8 @@ class Counts:
         )
 
     def _touch(self, threads, kind: str, sectors: np.ndarray, warp: np.ndarray) -> tuple[int, int]:
-        """Note who touches the sectors; (those that no program had touched, those that the same
-        program had).
+        """Note who touches the sectors; (those that come from memory, because no program had
+        touched them, those that the same program had). What a launch has stored is in a cache.
         """
         first = own = 0
         program = threads.programs[warp // threads.warps] + 1
@@ -137,10 +143,11 @@ class Counts:
             if not 0 < number <= len(threads.memory.buffers):
                 continue  # an address in no buffer, for which a Fault comes next
             touched = self._sectors(threads, kind, int(number))
+            stored = self.touched.get(("stored", int(number)), touched)
             at = sectors & ((1 << (WINDOW - 5)) - 1)
             here = (buffers == number) & (at < len(touched))
             at, whose = at[here], program[here]
-            first += len(np.unique(at[touched[at] == 0]))
+            first += len(np.unique(at[(touched[at] == 0) & (stored[at] == 0)]))
             own += int((touched[at] == whose).sum())
             touched[at] = whose
         return first, own
@@ -250,3 +257,12 @@ def matrix_flops(instruction: Instruction) -> int:
     rows, columns, depth = map(int, re.findall(r"\d+", shape))
     warps = 4 if instruction.op == "wgmma" else 1
     return 2 * rows * columns * depth // warps
+
+
+def wgmma_rate(instruction: Instruction) -> int:
+    """FLOPs a clock of one of an SM's four matrix units, by the data sheet of an H100: 1024 in 16
+    bits, twice that in 8, half of it in TF32.
+    """
+    if instruction.has("e4m3", "e5m2", "s8", "u8"):
+        return 2048
+    return 512 if instruction.has("tf32") else 1024

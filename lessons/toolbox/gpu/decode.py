@@ -19,6 +19,7 @@ from lessons.toolbox.gpu.instructions import (
     moves,
     tcgen05,
     tensor_cores,
+    tensormap,
     tma,
     warps,
     wgmma,
@@ -27,6 +28,7 @@ from lessons.toolbox.gpu.ptx import Address, Instruction, Kernel
 
 FAMILIES = (
     arithmetic,
+    tensormap,  # before atomics, which knows the other fences
     atomics,
     bits,
     control,
@@ -42,7 +44,10 @@ FAMILIES = (
     wgmma,
 )
 # Their first operand is no register that they fill.
-WITHOUT_RESULT = ("st", "red", "bar", "barrier", "bra", "cp", "stmatrix", "fence", "mbarrier")
+WITHOUT_RESULT = (
+    *("st", "red", "bar", "barrier", "bra", "cp", "stmatrix", "fence", "mbarrier"),
+    "tensormap",
+)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@ no other one: it is a fault, however far it strays. A buffer is the storage of a
 itself. Nothing is copied.
 
 Programs run in any order, and nothing but an atomic operation orders them. So bytes that one
-program writes may be touched by no other program of the launch.
+program writes may be touched by no other program of the launch, but read by those that have
+acquired what it released (releases.py).
 """
 
 import numpy as np
 
+from lessons.toolbox.gpu.releases import Releases
 from lessons.toolbox.gpu.values import UNSIGNED
 
 WINDOW = 40  # bits of an offset in a buffer
@@ -24,7 +26,7 @@ class Buffer:
     def __init__(self, data: np.ndarray, name: str, watched: bool, dtype=None):
         self.data, self.name, self.watched, self.dtype = data, name, watched, dtype
         self.views: dict[int, np.ndarray] = {}
-        self.writer = self.reader = None
+        self.writer = self.reader = self.written = None
 
     def view(self, size: int) -> np.ndarray:
         """The bytes as unsigned integers of one size, without the few that fill none."""
@@ -34,12 +36,14 @@ class Buffer:
         return self.views[size]
 
     def watch(self, cell: int) -> None:
-        """Begin to note who writes and reads each cell: 0 for none, else a program's number + 1.
-        The system gives memory for the parts that are used.
+        """Begin to note who writes and reads each cell: 0 for none, else a program's number + 1,
+        and after how many releases it was written. The system gives memory for the parts that are
+        used.
         """
         cells = len(self.data) // cell + 1
         self.writer = np.zeros(cells, dtype=np.int32)
         self.reader = np.zeros(cells, dtype=np.int32)
+        self.written = np.zeros(cells, dtype=np.int32)
 
 
 class GlobalMemory:
@@ -47,6 +51,7 @@ class GlobalMemory:
 
     def __init__(self, buffers: list[Buffer], cell: int):
         self.buffers, self.cell = buffers, cell
+        self.releases = Releases()
         for buffer in buffers:
             if buffer.watched:
                 buffer.watch(cell)
@@ -130,6 +135,8 @@ class GlobalMemory:
         for cell in self._cells(offset, size):
             writer = buffer.writer[cell]
             if (late := (writer != 0) & (writer != program)).any():
+                late &= ~self.releases.known_to(program, writer, buffer.written[cell])
+            if late.any():
                 self.race(threads, buffer, "reads", "writes", writer, late, lanes)
             reader = buffer.reader[cell]
             buffer.reader[cell] = np.where((reader == 0) | (reader == program), program, MANY)
@@ -140,11 +147,12 @@ class GlobalMemory:
             buffer.watched = True
             buffer.watch(self.cell)
         program = threads.program[lanes]
+        releases = self.releases.of(program)
         for cell in self._cells(offset, size):
             for touched, how in ((buffer.writer[cell], "writes"), (buffer.reader[cell], "reads")):
                 if (late := (touched != 0) & (touched != program)).any():
                     self.race(threads, buffer, "writes", how, touched, late, lanes)
-            buffer.writer[cell] = program
+            buffer.writer[cell], buffer.written[cell] = program, releases
             if (late := buffer.writer[cell] != program).any():  # in this very instruction
                 self.race(threads, buffer, "writes", "writes", buffer.writer[cell], late, lanes)
 

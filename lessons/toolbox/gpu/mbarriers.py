@@ -58,19 +58,19 @@ class MemoryBarriers:
         """The memory may hold something else."""
         self.at(address, lanes).expected[self.threads.cta[lanes]] = 0
 
-    def arrive(self, address: int, lanes: np.ndarray, announced: int = 0) -> None:
-        """Each lane arrives once; `announced` bytes are to come too. Raises Fault for an arrival
-        that the phase does not expect.
+    def arrive(self, address: int, lanes: np.ndarray, announced: int = 0, count: int = 1) -> None:
+        """Each lane arrives `count` times; `announced` bytes are to come too. Raises Fault for an
+        arrival that the phase does not expect.
         """
         threads = self.threads
         state, where = self.at(address, lanes), threads.cta[lanes]
         counts = np.bincount(where, minlength=threads.num_programs)
-        if (state.left < counts).any():
+        if (state.left < counts * count).any():
             threads.fail(
                 f"more arrivals at the mbarrier at {address} than its phase expects", lanes
             )
         state.bytes += counts * announced
-        state.left -= counts
+        state.left -= counts * count
         self.tell(state, where, threads.warp_of_program[lanes])
         self.turn(state)
 

@@ -31,10 +31,13 @@ class TensorMemory:
         self.owner = np.zeros((programs, COLUMNS), dtype=np.int64)
         self.closed = np.zeros(programs, dtype=bool)  # no more allocations
         self.place = 0  # of the instruction that allocated last
-        self.cells = Cells(
-            threads.clocks, programs * LANES // HALF * COLUMNS, "tensor memory", "store"
-        )
-        self.started = 0  # matrix products so far
+        count = programs * LANES // HALF * COLUMNS
+        self.cells = Cells(threads.clocks, count, "tensor memory", "store")
+        # of a cell that the tensor core wrote last: the thread that started it, the number of its
+        # shape
+        self.starter, self.shape = np.zeros((2, count), dtype=np.int64)
+        self.shapes: list = []
+        self.started = 0  # matrix products, and copies of scales, so far
         self.flights: list = []  # those that go on: (its number, what it touches)
         self.loads: list = []  # of warps, that no wait::ld has waited for
         self.stores: list = []
@@ -57,6 +60,12 @@ class TensorMemory:
             if not early.isdisjoint(load.names):
                 load.names += tuple(step.writes)
         return frozenset()
+
+    def number_of(self, shape) -> int:
+        """Of a product's shape; None, a copy of scales, has one too."""
+        if shape not in self.shapes:
+            self.shapes.append(shape)
+        return self.shapes.index(shape)
 
     # ------------------------------------------------------------ allocation
 

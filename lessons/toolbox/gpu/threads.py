@@ -79,6 +79,8 @@ class Threads:
         self.events: list = []  # copies of the engine that have not ended: functions
         self.stores: list = []  # of the engine, that no thread has waited for
         self.maps: dict[str, object] = {}  # parameter -> tensor map
+        # (place among the programs, address) of maps that the copy engine may see
+        self.fenced_maps: set[tuple[int, int]] = set()
         self.alive = self.thread < self.block_size  # the last warp may have fewer than 32
         self.pc, self.seed, self.takes_turns = 0, 0, False  # the order's, see `machine`
         self.counts = None  # of `counters`, where they are asked for

@@ -12,12 +12,14 @@ step, from PTX to machine code, is left out: the PTX is what runs.
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
 from lessons.toolbox.gpu.arguments import WATCHERS, Descriptor, as_bytes, bind, order_seed
+from lessons.toolbox.gpu.global_memory import Buffer, GlobalMemory
 from lessons.toolbox.gpu.machine import SHARED_LIMIT, launch
 from lessons.toolbox.gpu.ptx import Kernel, parse
 
@@ -88,11 +90,15 @@ class Launcher:
         signature = self.source.signature.values()
         given = flat(self.source.fn.arg_names, signature, arguments, metas)
         buffers, values, maps = bind(function, given)
+        values += [0] * (len(function.parameters) - len(values))
+        if scratch := getattr(self.metadata, "global_scratch_size", 0):
+            # of a program, for tensor maps that it makes; the last parameter but one
+            memory = np.full(x * y * z * scratch, 0xFF, dtype=np.uint8)
+            buffers.append(Buffer(memory, "the scratch memory", True))
+            values[-2] = GlobalMemory.address(len(buffers) - 1)
         parameters = {
             name: as_bytes(value, type_, size)
-            for (name, type_, size), value in zip(
-                function.parameters, [*values, *[0] * len(function.parameters)]
-            )
+            for (name, type_, size), value in zip(function.parameters, values)
         }
         warps = total_warps(function, self.metadata.num_warps)
         done = launch(

@@ -24,6 +24,9 @@ DTYPES |= {"bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4"), "f32x2": np.dtype(
 INTEGER_PAIRS = {"s16x2": np.dtype("i2"), "u16x2": np.dtype("u2")}
 DTYPES |= dict.fromkeys(INTEGER_PAIRS, np.dtype("u4"))
 FP8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+# E2M1: a sign, two bits of exponent, one of mantissa
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+FP4 = np.concatenate([FP4, -FP4])
 NAN_BF16, NAN_F32 = np.uint16(0x7FFF), np.uint32(0x7FFFFFFF)  # the NaN that PTX makes
 
 
@@ -57,6 +60,17 @@ def from_fp8(bits: np.ndarray, type_: str) -> np.ndarray:
     """The numbers of an FP8 type, float32. bits: uint8."""
     stored = torch.from_numpy(np.array(bits, dtype=np.uint8)).view(FP8[type_][0])
     return stored.float().numpy()
+
+
+def from_fp4(bits: np.ndarray) -> np.ndarray:
+    """[..., n] uint8 -> [..., 2n] float32: two E2M1 numbers a byte, the lower half first."""
+    halves = np.stack([bits & np.uint8(15), bits >> np.uint8(4)], axis=-1)
+    return FP4[halves].reshape(*bits.shape[:-1], -1)
+
+
+def from_e8m0(bits: np.ndarray) -> np.ndarray:
+    """2^(e − 127), float64; 255 is NaN. bits: uint8."""
+    return np.where(bits == 255, np.nan, np.ldexp(1.0, bits.astype(np.int32) - 127))
 
 
 def to_fp8(x: np.ndarray, type_: str) -> np.ndarray:

@@ -50,6 +50,10 @@ def written_to(instruction: Instruction) -> str:
         map_, *_ = instruction.operands
         is_store = isinstance(map_, tuple)
         return map_[0].base if is_store else ""
+    if instruction.op == "tensormap" and instruction.has("global_address"):
+        return instruction.operands[-1]  # of a tensor that the copy engine may write
+    if instruction.op == "tensormap" and instruction.has("cp_fenceproxy"):
+        return instruction.operands[0].base
     if instruction.op not in WRITES or instruction.has("shared", "shared_cta", "local"):
         return ""
     target = next(operand for operand in instruction.operands if isinstance(operand, Address))

@@ -25,6 +25,7 @@ MATRIX_INSTRUCTIONS = (
     "UTCHMMA",
     "UTCQMMA",
     "UTCIMMA",
+    "UTCOMMA",
     "HGMMA",
     "QGMMA",
     "IGMMA",

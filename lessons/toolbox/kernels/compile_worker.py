@@ -50,7 +50,8 @@ def compile_triton(spec: dict, chip: int, stderr: Path) -> dict:
     facts = measure(log.getvalue(), compiled.asm["cubin"])
     return facts | {
         "shared_bytes": compiled.metadata.shared,
-        "warp_specialized": bool(re.search(r"\bwarp_specialize\b", compiled.asm.get("ttgir", ""))),
+        # the operation: tt.warp_specialize is what a loop has asked for
+        "warp_specialized": "ttg.warp_specialize" in compiled.asm.get("ttgir", ""),
     }
 
 

@@ -39,25 +39,34 @@ def write_json(path: Path, record: dict) -> None:
 
 def read_json(path: str | os.PathLike) -> dict:
     """The record of one benchmark. Raises ValueError in one line for a file that is none."""
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        known = record["schema"] == 1 and "series" in record
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no benchmark record: {error!r}") from None
-    if not known:
+    record = _loaded(path)
+    if not isinstance(record, dict) or record.get("schema") != 1 or "series" not in record:
         raise ValueError(f"{path} is no benchmark record; accepted: JSON of schema 1 with series")
     return record
 
 
+def _loaded(path: str | os.PathLike) -> object:
+    """What a file says. Raises ValueError in one line if it is no JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no benchmark record: {error!r}") from None
+
+
 def recorded(results: Path, lesson: str, name: str | None = None) -> list[dict]:
-    """The records of a lesson ("03") under results/, or the one called `name`: those of GPUs first,
-    then those of the folder cpu/. What was counted and not timed, in counted/, is no such record.
+    """The records of a lesson ("03") under results/ that figure_of draws, or the one called `name`:
+    those of GPUs first, then those of the folder cpu/. Other records are beside them, of what was
+    counted or simulated, and of commands that have their own figure or none.
     """
     paths = sorted(results.glob(f"*/l{lesson}_*.json"))
-    paths = [path for path in paths if path.parent.name != "counted"]
     paths.sort(key=lambda path: path.parent.name == "cpu")
-    found = [read_json(path) for path in paths]
+    found = [record for record in map(_loaded, paths) if _is_benchmark(record)]
     return [record for record in found if name in (None, record["name"])]
+
+
+def _is_benchmark(record: object) -> bool:
+    """Whether bench.py has written it."""
+    return isinstance(record, dict) and record.keys() >= {"schema", "name", "series", "metric"}
 
 
 def medians(record: dict, *roles: str, steady: bool = False) -> dict[int, float]:

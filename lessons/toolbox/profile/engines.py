@@ -93,7 +93,7 @@ class SMWithEngine(SM):
             heapq.heappush(self.arriving, (now, many * number / (BANKS * WORD)))
             flag.bytes -= many * number
         else:
-            flag.left -= many
+            flag.left -= many * number if what == "arrive" else many
             flag.bytes += many * number if what == "expect" else 0
         flag.time = max(flag.time, now)
         self.end = max(self.end, now)

@@ -113,8 +113,8 @@ def larger() -> Iterator[Point]:
             yield Point(record, series, x, lambda call=call, x=x: call(x))
 
 
-def profiled_sample(call: Callable, gpu: str = "h200") -> list:
-    """Profiles of a sample of a call's programs."""
+def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> list:
+    """Profiles of a sample of a call's programs. together: as in `counting`."""
     from lessons.toolbox.gpu.arguments import WATCHERS
     from lessons.toolbox.gpu.counters import counting
     from lessons.toolbox.measure.hardware import lookup
@@ -123,7 +123,7 @@ def profiled_sample(call: Callable, gpu: str = "h200") -> list:
     seen: list = []
     WATCHERS.append(seen.append)
     try:
-        with counting(programs=SAMPLE):
+        with counting(programs=max(SAMPLE, 2 * together), together=together):
             call()
     finally:
         WATCHERS.remove(seen.append)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lessons.toolbox.gpu.counters import SECTOR, WARP, matrix_flops
+from lessons.toolbox.gpu.counters import SECTOR, WARP, matrix_flops, wgmma_rate
 from lessons.toolbox.gpu.decode import WITHOUT_RESULT, names, reads
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
 
@@ -134,7 +134,7 @@ def product(instruction: Instruction, cost, per: dict, c: Constants) -> Cost:
         return replace(cost(kind="commit"), unit="products")
     if what == "fence":
         return cost(kind="free", busy=0, latency=0)
-    busy = matrix_flops(instruction) / 1024
+    busy = matrix_flops(instruction) / wgmma_rate(instruction)
     return cost("matrix", busy, c.matrix, kind="product", passes=per["passes"])
 
 

@@ -2,6 +2,7 @@
 
     python -m lessons.toolbox.proof gpu [--lesson 03] [--out DIR] [--budget-minutes 9] [--pack FILE]
     python -m lessons.toolbox.proof gpu --rehearse [...]    the same steps on a pretended GPU
+    python -m lessons.toolbox.proof plan [--out DIR] [--budget-minutes 8]    what gpu would do
     python -m lessons.toolbox.proof cpu [...]    the tests of equivalence without a GPU
     python -m lessons.toolbox.proof compiled --chip 90 [...]    the same with the code that the
                                                  compilers make for a chip, run on the CPU
@@ -28,6 +29,7 @@ from lessons.toolbox.proof.machine import ROOT
 from lessons.toolbox.proof.planting import command as planting
 from lessons.toolbox.proof.rehearsal import Rehearsal, folder
 from lessons.toolbox.proof.run import Run
+from lessons.toolbox.proof.steps import Steps
 
 # what the lessons, their tests and the ladder import
 NEEDED = ("pytest", "hypothesis", "triton", "transformers", "tokenizers", "safetensors", "rich")
@@ -59,6 +61,18 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
     run = Rehearsal(here, folder(options.out, root), lessons, 60 * options.budget_minutes, root)
     run.everything()
     return run.close()
+
+
+def show_plan(options: argparse.Namespace, root: Path = ROOT) -> int:
+    """What `gpu` would do in its minutes, after what --out already holds (default: nothing)."""
+    from lessons.toolbox.proof import plan
+
+    here = plan.machine_like("the GPU")
+    out = (options.out or root / "build" / "nothing").resolve()
+    steps = Steps(here, out, machine.rooms(root, options.lesson), root)
+    for line in plan.plan(steps, plan.Estimates(root), 60 * options.budget_minutes):
+        print(line)
+    return 0
 
 
 def why_not_here(interpreted: bool) -> str:
@@ -107,6 +121,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in (
         ("gpu", "prove and measure everything on this machine's GPU"),
+        ("plan", "say what gpu would do in its minutes"),
         ("cpu", "prove every kernel without one: interpreted, CUDA C++ emulated"),
         ("compiled", "prove every kernel without one: compiled for a chip, run on the CPU"),
     ):
@@ -120,7 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         run.set_defaults(chip=None)
         if name == "compiled":
             run.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
-        if name == "gpu":
+        if name in ("gpu", "plan"):
             run.add_argument("--rehearse", action="store_true", help="pretend a GPU, prove nothing")
     bugs = commands.add_parser("planted", help="plant bugs in compiled code, and count those found")
     bugs.add_argument("--chip", type=int, required=True, choices=RUNS, help="80 for sm_80")
@@ -142,6 +157,8 @@ def run_proof(options: argparse.Namespace) -> int:
     """What the command line asks for; returns the exit code."""
     if options.command in ("table", "readme"):
         return show() if options.command == "table" else readme()
+    if options.command == "plan":
+        return show_plan(options)
     if options.command == "planted":
         if missing := not_installed():
             raise ValueError(missing)

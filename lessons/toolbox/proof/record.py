@@ -1,31 +1,29 @@
-"""How a test of equivalence leaves its proof: the `proof` fixture, and the reading of what pytest
-wrote.
+"""How a test of equivalence leaves its proof: the `proof` fixture, and what the tests of a lesson
+proved together.
 
     def test_softmax(proof, dtype):
         proof.record(softmax_kernel, prove(fused_softmax, softmax, inputs))
 
 The same test proves the kernel on a CPU (Triton in its interpreter, CUDA C++ and Gluon by their
 compiled code) and for real on a GPU; the record says which. A test that passes leaves its kernels
-as properties of its case in pytest's JUnit file (`--junitxml FILE`). A test that asks for `proof`
-and records nothing fails, because a proof that names no kernel proves none.
+as properties of its report, which `cases` writes down. A test that asks for `proof` and records
+nothing fails, because a proof that names no kernel proves none.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Collection
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from lessons.toolbox.kernels.kernel_hash import kernel_hash, python_function
+from lessons.toolbox.proof.cases import Case
 
 ROOM = re.compile(r"l(\d\d)_\w+")
 # of numerics.Errors, kept for the record
 FIGURES = ("rms", "rms_eager", "max_abs", "max_abs_eager", "worst_tile_rms", "floor")
-KERNEL = re.compile(r"\d\d/\w+")  # the names of our properties
 
 
 # ---------------------------------------------------------------- which kernel
@@ -147,38 +145,7 @@ def pytest_pyfunc_call(pyfuncitem):
     return result
 
 
-# ---------------------------------------------------------------- what pytest wrote
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One test of a run. kernels: what `proof` recorded, nothing unless the test passed."""
-
-    test: str  # "lessons/l03_kv_cache/test_equivalence.py::test_append[bf16]"
-    status: str  # "passed", "failed" or "skipped"
-    seconds: float
-    kernels: dict[str, dict]
-
-
-def read(junit: Path) -> list[Case]:
-    """The tests in a JUnit file of pytest's; none where a run was cut off before it wrote one."""
-    if not junit.exists():
-        return []
-    return [_case(element) for element in ElementTree.parse(junit).iter("testcase")]
-
-
-def _case(element: ElementTree.Element) -> Case:
-    test = f"{element.get('classname').replace('.', '/')}.py::{element.get('name')}"
-    status, kernels = "passed", {}
-    if element.find("skipped") is not None:
-        status = "skipped"
-    if element.find("failure") is not None or element.find("error") is not None:
-        status = "failed"
-    if status == "passed":
-        for found in element.iter("property"):
-            if KERNEL.match(found.get("name")):
-                kernels[found.get("name")] = json.loads(found.get("value"))
-    return Case(test, status, float(element.get("time")), kernels)
+# ---------------------------------------------------------------- what a lesson's tests proved
 
 
 def gathered(cases: list[Case], places: Collection[str]) -> dict:

@@ -3,34 +3,54 @@ step.
 
 Steps, in this order: of every lesson the tests that record a proof or need a GPU (several lessons
 at once, since nothing is timed there), the benchmarks that the front page is about, the ladder,
-the engine's tests, the other benchmarks (one at a time), compute-sanitizer, all other tests of
-the lessons. Before benchmarks are timed their candidates run once, several lessons at once, so
-that all cores compile. A step that fails or takes too long is recorded, and the next one runs;
-the next run tries it again when all others are done. After every step the files of the output
-folder are whole, so a run that is cut loses only the step under way; the next run skips what is
-finished.
+the benchmarks of kernels that were only predicted, the engine's tests, the other benchmarks (one
+at a time), compute-sanitizer, all other tests of the lessons. Before benchmarks are timed their
+candidates run once, several lessons at once, so that all cores compile. A step that fails or takes
+too long is recorded, and the next one runs; the next run tries it again when all others are done.
+After every step the files of the output folder are whole, so a run that is cut loses only what is
+under way; the next run skips what is finished. A step of tests that was cut off goes on with those
+that had not passed (`cases`), and what an earlier run proved stays proved until the new one has
+ended.
 
     proof.json             {device, interpreted, steps: {"02 equivalence": {status, seconds, source,
                            fingerprint, tests, failed, kernels}, "ladder": {...}, ...}}
     ladder.json            what reference.ladder records
     l02_softmax.json ...   what toolbox.measure.bench records
+    02_equivalence.cases.jsonl ...   of a step that has not passed yet, how each of its tests went
     log.txt                everything that the steps printed
 """
 
-import hashlib
-import json
+import re
 import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from lessons.toolbox.measure.records import write_json
-from lessons.toolbox.proof import record, sanitizer
+from lessons.toolbox.proof import cases, record, sanitizer
 from lessons.toolbox.proof.machine import ROOT, Command, Machine
 from lessons.toolbox.proof.pack import write_pack
-from lessons.toolbox.proof.steps import HEADLINES, LIMIT_S, Step, Steps
+from lessons.toolbox.proof.steps import LIMIT_S, Step, Steps
 
-SHORTEST_S = 5  # a step with less time left than this is not started
+# A step with less time left than this is not started: so long its processes take to import PyTorch
+# and to find their tests, eight at once.
+SHORTEST_S = 15
+PACK_S = 30  # so often the results are packed while steps run
+
+
+TOO_FEW_GPUS = "too few GPUs"
+
+
+def was_cut(entry: dict, kind: str) -> bool:
+    """Whether a step's record says that the run's end cut it off, and not its own limit."""
+    return entry.get("status") == "timeout" and entry["seconds"] < LIMIT_S[kind]
+
+
+def silence(tests: Iterable[cases.Case]) -> str:
+    """The status of a lesson with kernels whose tests passed and proved none."""
+    reasons = [case.reason for case in tests if case.status == "skipped"]
+    needs = reasons and all(re.search(r"NOT RUN: needs \d+ GPUs", reason) for reason in reasons)
+    return TOO_FEW_GPUS if needs else "no kernel recorded"
 
 
 class Run(Steps):
@@ -56,15 +76,6 @@ class Run(Steps):
         self.later: list[Step] = []  # steps that failed in an earlier run
         self.out.mkdir(parents=True, exist_ok=True)
         device = machine.fingerprint["device"]
-        self.proof = {"device": device, "interpreted": machine.interpreted, "steps": {}}
-        if machine.chip:
-            self.proof["chip"] = machine.chip
-        if (file := out / "proof.json").exists():
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-            is_alike = earlier["interpreted"] == machine.interpreted
-            is_alike &= earlier.get("chip") == machine.chip
-            if is_alike and not earlier.get("rehearsed"):
-                self.proof["steps"] = earlier["steps"]
         self.say(f"{device}: lessons {' '.join(lessons)}; {budget_s:.0f} s; into {out}")
 
     @property
@@ -75,20 +86,9 @@ class Run(Steps):
         return record.WITHOUT_GPU if self.machine.interpreted else ("cuda",)
 
     def everything(self) -> None:
-        """All steps: proofs, then what is quoted most, then the rest."""
-        first = [number for number in HEADLINES if number in self.lessons]
-        rest = [number for number in self.lessons if number not in first]
-        self.go(self.equivalence(), self.machine.jobs)
-        # not beside the tests, because a naive version may take the whole memory for a moment
-        self.go(self.warm_ups(first), self.machine.jobs)
-        self.go(self.benchmarks(first))
-        self.go(self.ladder())
-        self.go(self.engine())
-        self.go(self.warm_ups(rest), self.machine.jobs)
-        self.go(self.benchmarks(rest))
-        for tool in sanitizer.CLEAN:
-            self.go(self.watch(tool))
-        self.go(self.checks(), self.machine.jobs)
+        """All steps, in their order."""
+        for steps, at_once in self.phases():
+            self.go(steps, at_once)
         self.go_again()
 
     def close(self) -> int:
@@ -116,8 +116,12 @@ class Run(Steps):
     def run(self, waiting: list[Step], at_once: int) -> None:
         """Run the steps, some at once, until the time is spent."""
         running: list[tuple[Step, Command]] = []
+        packed = time.monotonic()
         try:
             while waiting or running:
+                if time.monotonic() > packed + PACK_S:
+                    packed = time.monotonic()
+                    self.keep()
                 while waiting and len(running) < at_once:
                     running += self.begin(waiting.pop(0))
                 for step, command in list(running):
@@ -134,8 +138,7 @@ class Run(Steps):
         off.
         """
         earlier = self.proof["steps"].get(step.name, {})
-        was_cut = earlier.get("status") == "timeout" and earlier["seconds"] < LIMIT_S[step.kind]
-        return earlier.get("source") == step.source and not was_cut
+        return earlier.get("source") == step.source and not was_cut(earlier, step.kind)
 
     def is_finished(self, step: Step) -> bool:
         """Whether an earlier run finished it with the same source; of a warm-up, what it warms
@@ -151,13 +154,21 @@ class Run(Steps):
     def begin(self, step: Step) -> list[tuple[Step, Command]]:
         """The step and its command under way; nothing if no time is left."""
         left_s = self.deadline - time.monotonic()
-        if left_s < SHORTEST_S:
+        if left_s < max(SHORTEST_S, self.least_s(step)):
             self.tell(step, "no time left", "run again to go on here")
             return []
         limit_s = self.limit_s(step, left_s)
         output = self.scratch / f"{step.name}.log"
         environment = self.environment(step)
         return [(step, Command(step.command, limit_s, self.root, output, **environment))]
+
+    def least_s(self, step: Step) -> float:
+        """Seconds without which the step is of no use: as long as it took before, if it cannot go
+        on where it was cut off.
+        """
+        earlier = self.proof["steps"].get(step.name, {})
+        is_whole = step.kind in ("ladder", *sanitizer.CLEAN) and earlier.get("status") == "passed"
+        return earlier["seconds"] if is_whole else 0.0
 
     def limit_s(self, step: Step, left_s: float) -> float:
         """Seconds after which the step is ended."""
@@ -186,32 +197,41 @@ class Run(Steps):
         except Exception:
             self.log(traceback.format_exc())
             entry["status"] = "crashed"
-        self.proof["steps"][step.name] = entry
+        earlier = self.proof["steps"].get(step.name, {})
+        if earlier.get("status") != "passed" or not was_cut(entry, step.kind):
+            self.proof["steps"][step.name] = entry
+        if entry["status"] == "passed" and step.cases:
+            step.cases.unlink(missing_ok=True)
         self.proof["steps"] = dict(sorted(self.proof["steps"].items()))
         write_json(self.out / "proof.json", self.proof)
-        if self.pack:
-            write_pack(self.pack, self.out.parent, [self.out])
+        self.keep()
         kernels = f"{entry['seconds']} s, {len(entry.get('kernels', ()))} kernels"
         self.tell(step, entry["status"], ", ".join([kernels, *entry.get("failed", [])[:3]]))
 
     def facts(self, step: Step, status: str, output: str) -> dict:
         """What is recorded of a step besides how it ended; "status" replaces the command's own."""
-        if step.junit is None:
+        if step.cases is None:
             return {}
-        found = record.gathered(record.read(step.junit), self.places)
+        tests = cases.read(step.cases)
+        found = record.gathered(tests, self.places)
         if step.kind in ("engine", "checks"):
             return {"tests": found["tests"], "failed": found["failed"]}
         if step.kind == "equivalence":
             has_kernels = (self.lessons[step.name[:2]] / "lab" / "specs.py").exists()
             silent = status == "passed" and has_kernels and not found["kernels"]
-            return found | ({"status": "no kernel recorded"} if silent else {})
+            return found | ({"status": silence(tests)} if silent else {})
         asked, _ = sanitizer.cases_of(self.proof["steps"], self.lessons)
         missed = set(asked) - set(found["kernels"])
         status, report = sanitizer.judged(status, output, step.kind, missed)
         return {"status": status, "watched": asked, "report": report}
 
+    def keep(self) -> None:
+        """Pack the results, where that was asked for."""
+        if self.pack:
+            write_pack(self.pack, self.out.parent, [self.out])
+
     def tell(self, step: Step, status: str, detail: str) -> None:
-        if status not in ("passed", "finished", "not supported"):
+        if status not in ("passed", "finished", "not supported", TOO_FEW_GPUS):
             self.problems.append(f"{step.name}: {status}")
         self.say(f"{step.name:<20} {status:<10} {detail}")
 
@@ -226,11 +246,7 @@ class Run(Steps):
             file.write(text.rstrip("\n") + "\n")
 
     def watch(self, tool: str) -> Iterable[Step]:
-        """A few cases of every kernel that passed, watched by compute-sanitizer."""
-        kernels, tests = sanitizer.cases_of(self.proof["steps"], self.lessons)
-        if kernels and self.machine.sanitizer is None:
+        """As in Steps, and why not."""
+        if self.machine.sanitizer is None:
             self.say(f"{tool:<20} not run    compute-sanitizer is not installed")
-        elif kernels:
-            source = hashlib.sha256(json.dumps(kernels).encode()).hexdigest()[:16]
-            watched = sanitizer.command(self.machine.sanitizer, tool, kernels, self.lessons)
-            yield self.testing(tool, tests, source, watched=watched)
+        return super().watch(tool)

@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {
         "sparse_indexer_topk_backend dcp_comm_backend mamba_backend "
         "mamba_ssu_algorithm gdn_prefill_backend kda_prefill_backend kda_decode_backend "
         "ir_op_priority enable_flashinfer_autotune mm_encoder_attn_backend",
-        "decode steps are captured as they are, up to max_model_len": "compilation_config "
+        "decode steps are captured as they are, up to max_model_len": ""
         "cudagraph_capture_sizes max_cudagraph_capture_size optimization_level "
         "max_seq_len_to_capture performance_mode specialize_active_lora",
         "there is one all-reduce": "disable_custom_all_reduce disable_nccl_for_dp_synchronization",
@@ -92,9 +92,9 @@ REFUSED = {
         "processes are not bound to parts of the machine": "numa_bind numa_bind_nodes "
         "numa_bind_cpus",
         "CUDA_VISIBLE_DEVICES chooses the GPUs": "device_ids",
-        "a long context is on one device, in chunks": "prefill_context_parallel_size "
-        "decode_context_parallel_size dcp_q_replicate dcp_kv_cache_interleave_size "
-        "cp_kv_cache_interleave_size",
+        "a long prompt is on one device, in chunks": "prefill_context_parallel_size",
+        "cp_kv_cache_interleave_size says it": "dcp_kv_cache_interleave_size",
+        "queries are gathered in each step": "dcp_q_replicate",
         "batches are not cut in two to overlap": "enable_dbo ubatch_size "
         "dbo_decode_token_threshold dbo_prefill_token_threshold",
         "experts are placed in order, or by eplb_config": "expert_placement_strategy",

@@ -137,6 +137,23 @@ def test_a_sample_of_the_programs():
     assert len(done.counts.path) == len(done.kernel.instructions)
 
 
+def test_programs_that_belong_together_run_together():
+    body = LOAD.format(step=4, type="b32", to="%r1", first=0)
+    with counting(programs=8, together=4):
+        done = run(body, [np.zeros(4096, np.uint8)], grid=20)
+    assert done.counts.programs.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+
+
+def test_what_the_launch_has_stored_does_not_come_from_memory():
+    body = LOAD.format(step=4, type="b32", to="%r1", first=0)
+    stored = "st.global.b32 [%rd1], %r70;\n"
+    done = counted(body, [np.zeros(4096, np.uint8)])
+    assert of_op(done, "ld", "first_sectors") == (4,)
+    at = body.rindex("ld.global")
+    done = counted(body[:at] + stored + body[at:], [np.zeros(4096, np.uint8)])
+    assert of_op(done, "ld", "sectors", "first_sectors") == (4, 0)
+
+
 @pytest.mark.parametrize("pitch, passes", [(128, 32), (144, 4)])
 def test_rows_of_ldmatrix(pitch, passes):
     """Rows 128 bytes apart begin in one bank; with 16 bytes of padding they use all of them."""

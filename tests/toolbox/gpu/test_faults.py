@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lessons.toolbox.gpu.faults import Fault
+from lessons.toolbox.gpu.releases import Releases
 from tests.toolbox.gpu.running import run
 
 SHARED = ".shared .align 16 .b8 tile[1024];"
@@ -56,6 +57,53 @@ def test_a_program_reads_what_another_one_writes():
     body += "ld.global.b32 %r1, [%rd30];\nst.global.b32 [%rd1], %r1;"
     for seed in range(4):  # whichever comes first
         fails(body, "race in global memory", grid=4, seed=seed)
+
+
+# Thread 0 of each program stores a word and counts itself; the last one reads all words.
+LAST_READS = """
+setp.ne.u32 %p1, %r70, 0;
+@%p1 bra end;
+mul.wide.u32 %rd2, %r71, 4;
+add.u64 %rd1, %rd30, %rd2;
+st.global.b32 [%rd1], %r71;
+atom.acq_rel.gpu.global.inc.u32 %r1, [%rd31], 2;
+setp.ne.u32 %p1, %r1, 2;
+@%p1 bra end;
+ld.global.v2.b32 {%r2, %r3}, [%rd30];
+ld.global.b32 %r4, [%rd30+8];
+end:
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_reads_what_others_have_released(seed):
+    arrays = [np.zeros(4, np.uint32), np.zeros(1, np.uint32)]
+    options = dict(grid=3, seed=seed)
+    run(LAST_READS, arrays, **options)
+    assert arrays[0].tolist() == [0, 1, 2, 0] and arrays[1][0] == 0
+    said = "race in global memory: it (reads|writes) bytes of x0 that program"
+    for wrong in ("atom", "atom.acquire.gpu", "atom.release.gpu", "atom.acq_rel.cta"):
+        arrays[1][:] = 0
+        fails(LAST_READS.replace("atom.acq_rel.gpu", wrong), said, arrays, **options)
+    arrays[1][:] = 0
+    first = LAST_READS.replace("%r1, 2;", "%r1, 1;")  # one too early
+    fails(first, said, arrays, **options)
+    store = "st.global.b32 [%rd1], %r71;\n"
+    count = next(line for line in LAST_READS.splitlines() if line.startswith("atom"))
+    arrays[1][:] = 0
+    late = LAST_READS.replace(store, "").replace(count, count + "\n" + store)
+    fails(late, said, arrays, **options)
+
+
+def test_what_is_released_comes_with_what_its_program_knew():
+    """Program 0 releases to 1, and 1 to 2, which may read what both have written."""
+    known = Releases()
+    known.meet(1, 100, acquires=False, releases=True)
+    known.meet(2, 100, acquires=True, releases=False)
+    known.meet(2, 200, acquires=False, releases=True)
+    known.meet(3, 200, acquires=True, releases=False)
+    readers, writers, when = np.array([3, 3, 3, 1]), np.array([1, 2, 1, 2]), np.array([0, 0, 1, 0])
+    assert known.known_to(readers, writers, when).tolist() == [True, True, False, False]
 
 
 def test_a_register_that_was_not_written():

@@ -7,6 +7,7 @@ import numpy as np
 
 from lessons.toolbox.gpu.instructions.memory import address_reader, space_of
 from lessons.toolbox.gpu.ptx import Address, Instruction, Kernel
+from lessons.toolbox.gpu.releases import orders
 from lessons.toolbox.gpu.threads import reader
 from lessons.toolbox.gpu.values import DTYPES, PAIRS, UNSIGNED
 
@@ -36,6 +37,7 @@ def atomic(instruction: Instruction, kernel: Kernel):
     values = [reader(operand, type_) for operand in given]
     size = DTYPES[type_].itemsize
     change = CHANGES.get(name)
+    acquires, releases = orders(instruction) if space == "global" else (False, False)
     if type_ in ("f16", "bf16", *PAIRS):  # computed in float32, and rounded
         raise ValueError(instruction.text)
 
@@ -54,6 +56,9 @@ def atomic(instruction: Instruction, kernel: Kernel):
                 typed[index] = change(old, inputs[0][at])
             elif old == inputs[0][at]:  # cas: only where it still is what one thinks
                 typed[index] = inputs[1][at]
+            if acquires or releases:
+                program, place = int(threads.program[lanes[at]]), int(where[at])
+                threads.memory.releases.meet(program, place, acquires, releases)
         if target is not None:
             threads.write(target, before.view(UNSIGNED[size]), mask)
 

@@ -29,8 +29,8 @@ def swizzle_field(descriptor: np.ndarray, first: int) -> int:
 
 def operand_chunks(descriptor, width: int, rows: int, depth: int, type_: str, turned: bool):
     """`chunks` of an operand of rows x depth numbers. turned: memory has a row for each k."""
-    size = BITS[type_] // 8
-    shape = (depth, rows * size) if turned else (rows, depth * size)
+    bits = BITS[type_]
+    shape = (depth, rows * bits // 8) if turned else (rows, depth * bits // 8)
     return chunks(descriptor, width, *shape, across=turned)
 
 
@@ -66,7 +66,7 @@ def chunks(descriptor, width: int, rows: int, row_bytes: int, across: bool) -> n
 
 def operand_numbers(threads, where: np.ndarray, lanes, type_: str, turned: bool) -> np.ndarray:
     """[lanes, rows, depth]: what lies in an operand's chunks."""
-    shared, size = threads.shared, BITS[type_] // 8
+    shared, size = threads.shared, max(1, BITS[type_] // 8)
     each = np.repeat(lanes, where[0].size)
     places = shared.places(threads, where.reshape(-1), 16, each)
     stored = shared.bytes.reshape(-1, 16)[places // 16].reshape(*where.shape[:2], -1)

@@ -31,20 +31,20 @@ def barrier(instruction: Instruction, kernel: Kernel):
         raise ValueError(instruction.text)
 
     def run(threads, mask):
-        value = None if number is None else threads.spread(number(threads))
+        values = None if number is None else threads.spread(number(threads))
         for at, lanes in each_address(threads, address(threads), threads.active(mask)):
+            value = 1 if values is None else int(values[lanes[0]])
             if threads.counts and what in ("init", "arrive"):
                 kind = "expect" if announces else what
-                how_many = 0 if value is None else int(value[lanes[0]])
-                threads.counts.flag(threads, kind, at, lanes, how_many)
+                threads.counts.flag(threads, kind, at, lanes, value)
             if what == "init":
-                threads.mbarriers.init(at, int(value[lanes[0]]), lanes)
+                threads.mbarriers.init(at, value, lanes)
             elif what == "inval":
                 threads.mbarriers.invalidate(at, lanes)
             elif announces:
-                threads.mbarriers.arrive(at, lanes, int(value[lanes[0]]))
+                threads.mbarriers.arrive(at, lanes, announced=value)
             else:
-                threads.mbarriers.arrive(at, lanes)
+                threads.mbarriers.arrive(at, lanes, count=value)
 
     return lambda run_, taking, leaving: going_on(run_, run, taking, leaving)
 

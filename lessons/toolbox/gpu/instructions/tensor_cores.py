@@ -5,7 +5,8 @@ A fragment is how a matrix lies in a warp's registers. With g = lane / 4 and t =
 (g, t) holds two neighbours of row g, columns 2t and 2t + 1 of each 8 × 8 tile, in one register.
 
 Sums: the manual leaves the order of the additions in an mma open, and asks for at least float32.
-Products are exact here; the sum is made in float32, in an order that `rounding` draws.
+Products are exact here; the sum is made in float32, in an order that `rounding` draws. Hopper's
+sums of 8-bit floats have fewer bits than that, see `product_in_14_bits`.
 
 Source: NVIDIA, PTX ISA 9.0, 9.7.15.4 (fragments), 9.7.15.5 (mma), 9.7.15.5.15 (ldmatrix),
 9.7.15.5.16 (stmatrix).
@@ -20,11 +21,12 @@ from lessons.toolbox.gpu.instructions.memory import address_reader
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
 from lessons.toolbox.gpu.rounding import ROUNDING
 from lessons.toolbox.gpu.threads import WARP
-from lessons.toolbox.gpu.values import from_fp8, pack, unpack, widen
+from lessons.toolbox.gpu.values import from_fp4, from_fp8, pack, unpack, widen
 
 LANE = np.arange(WARP)
 ROW, COLUMN = LANE // 4, LANE % 4  # g and t
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f32": 32}
+BITS["e2m1"] = 4
 
 
 @cache
@@ -66,14 +68,14 @@ def operand_matrix(threads, names, rows: int, columns: int, type_: str, transpos
 
 
 def numbers(bits: np.ndarray, type_: str) -> np.ndarray:
-    """What the bits of an operand mean."""
+    """What the bits of an operand mean. A byte holds two numbers of 4 bits: the last axis grows."""
     if type_ in ("f16", "bf16"):
         return widen(bits, type_)
     if type_ == "tf32":  # the lower 13 bits do not count
         return (bits & np.uint32(0xFFFFE000)).view(np.float32)
     if type_ in ("s8", "u8"):
         return bits.view(np.int8 if type_ == "s8" else np.uint8).astype(np.int64)
-    return from_fp8(bits, type_).reshape(bits.shape)
+    return from_fp4(bits) if type_ == "e2m1" else from_fp8(bits, type_).reshape(bits.shape)
 
 
 def product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -88,6 +90,41 @@ def product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         part = a[..., first : first + half] @ b[..., first : first + half, :]
         total = (total + part).astype(np.float32)
     return total
+
+
+FRACTION = 13  # bits after the point, and one before it
+SMALLEST = {"e4m3": -6, "e5m2": -14}  # exponents: smaller numbers have it, too, and fewer bits
+ZERO = -1000  # as an exponent: below all others
+
+
+def product_in_14_bits(a: np.ndarray, b: np.ndarray, c: np.ndarray, types) -> np.ndarray:
+    """a · b + c as Hopper's wgmma adds products of 8-bit floats, bit for bit as it was found on an
+    H100. a: [..., M, K], b: [..., K, N], c: [..., M, N] float32; types: of a and b.
+
+    All products of a sum, and c, are shifted to the largest exponent among them. What is then
+    beyond 13 bits after the point is cut off. The sum of the rest is exact, and it is cut to 13
+    bits, too. DeepSeek-V3 (2024, section 3.5.2) describes the cut; Xie et al. 2025, MMA-Sim, tested
+    it.
+    """
+    of_a, of_b = (exponents(x, SMALLEST[type_]) for x, type_ in zip((a, b), types))
+    largest = exponents(c, -126)
+    depth = range(a.shape[-1])
+    for k in depth:
+        np.maximum(largest, of_a[..., k, None] + of_b[..., None, k, :], out=largest)
+    largest = np.where(largest <= ZERO // 2, 0, largest)  # nothing but zeros
+    unit = np.ldexp(np.float32(1), largest - FRACTION)
+    total = np.trunc(c / unit)
+    for k in depth:
+        total += np.trunc(a[..., k, None] * b[..., None, k, :] / unit)
+    result = np.ascontiguousarray((total * unit).astype(np.float32))
+    cut = np.uint32(0xFFFFFFFF << (23 - FRACTION) & 0xFFFFFFFF)
+    return (result.view(np.uint32) & cut).view(np.float32)
+
+
+def exponents(x: np.ndarray, smallest: int) -> np.ndarray:
+    """int32: e of 1.… · 2^e, ZERO of 0."""
+    found = np.maximum(np.frexp(x)[1] - 1, smallest)
+    return np.where(x == 0, ZERO, found).astype(np.int32)
 
 
 def multiply(instruction: Instruction, kernel: Kernel):

@@ -1,7 +1,8 @@
 """cp.async.bulk.tensor: Hopper's copy engine (TMA) moves a box of a tensor between global and
 shared memory, beside the warps.
 
-A tensor map describes the tensor: its address, sizes, strides, the box and the swizzle. One thread
+A tensor map describes the tensor: its address, sizes, strides, the box and the swizzle
+(`tensormap`). The host makes it, and it is a parameter, or the kernel makes it itself. One thread
 starts a copy. A load tells an mbarrier when its bytes have come; a store belongs to a bulk group,
 and its shared memory may be used again when the group has been waited for. Elements outside of the
 tensor arrive as zeros, and are not stored.
@@ -9,31 +10,14 @@ tensor arrive as zeros, and are not stored.
 Source: NVIDIA, PTX ISA 9.0, 9.7.9.27 (bulk tensor copies); 5.5 (tensors, boxes, swizzling modes).
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from lessons.toolbox.gpu.instructions.descriptors import swizzled
 from lessons.toolbox.gpu.instructions.memory import address_reader
-from lessons.toolbox.gpu.ptx import PARAMETERS, Instruction, Kernel
+from lessons.toolbox.gpu.instructions.tensormap import TensorMap, maps_of
+from lessons.toolbox.gpu.ptx import Instruction, Kernel
 from lessons.toolbox.gpu.threads import reader
 from lessons.toolbox.gpu.values import UNSIGNED
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A tensor as the copy engine sees it. Sizes, strides (bytes) and box: the innermost last."""
-
-    address: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    element: int  # bytes
-    swizzle: int  # bytes of a swizzled row, 0 for none
-
-    @property
-    def box_bytes(self) -> int:
-        return int(np.prod(self.box)) * self.element
 
 
 def copy(instruction: Instruction, kernel: Kernel):
@@ -51,27 +35,19 @@ def copy(instruction: Instruction, kernel: Kernel):
     barrier = address_reader(rest[0], kernel, "shared") if is_load else None
 
     def run(threads, mask):
-        lanes = threads.active(mask)
-        map_ = map_of(threads, threads.spread(which(threads))[lanes])
-        start = np.stack([threads.spread(read(threads))[lanes] for read in at][::-1], axis=1)
-        places = chunk_places(threads, map_, threads.of(shared(threads), lanes), lanes)
-        offsets, inside = element_addresses(map_, start.astype(np.int64))
-        if is_load:
-            load(threads, map_, lanes, places, offsets, inside, barrier(threads)[lanes])
-        else:
-            store(threads, map_, lanes, places, offsets, inside)
+        every = threads.active(mask)
+        addresses = threads.spread(which(threads))[every]
+        for map_, chosen in maps_of(threads, addresses, every):
+            lanes = every[chosen]
+            start = np.stack([threads.spread(read(threads))[lanes] for read in at][::-1], axis=1)
+            places = chunk_places(threads, map_, threads.of(shared(threads), lanes), lanes)
+            offsets, inside = element_addresses(map_, start.astype(np.int64))
+            if is_load:
+                load(threads, map_, lanes, places, offsets, inside, barrier(threads)[lanes])
+            else:
+                store(threads, map_, lanes, places, offsets, inside)
 
     return run
-
-
-def map_of(threads, addresses: np.ndarray) -> TensorMap:
-    """The tensor map at an address, which all lanes share."""
-    name = None
-    if len(addresses) and (addresses == addresses[0]).all() and int(addresses[0]) >= PARAMETERS:
-        name, _ = threads.kernel.parameter_at(int(addresses[0]))
-    if name not in threads.maps:
-        threads.fail("there is no tensor map at this address", np.zeros(0, dtype=np.int64))
-    return threads.maps[name]
 
 
 def element_addresses(map_: TensorMap, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

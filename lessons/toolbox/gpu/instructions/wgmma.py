@@ -14,6 +14,7 @@ Source: NVIDIA, PTX ISA 9.0, 9.7.15.7 (wgmma), 9.7.15.7.1 (wgmma.fence).
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from lessons.toolbox.gpu.instructions.tensor_cores import (
     accumulator_order,
     operand_matrix,
     product,
+    product_in_14_bits,
     whole_warps,
 )
 from lessons.toolbox.gpu.ptx import Instruction, Kernel
@@ -98,6 +100,8 @@ def multiply(instruction: Instruction, kernel: Kernel):
     size = np.dtype("f4" if to == "f32" else "i4")
     order = accumulator_order(16, columns).reshape(-1)
     inverse = np.argsort(order)
+    types = of_a, of_b
+    add = partial(product_in_14_bits, types=types) if BITS[of_a] == 8 and to == "f32" else product
 
     def run(threads, mask):
         groups = warpgroups(threads, mask)
@@ -122,7 +126,7 @@ def multiply(instruction: Instruction, kernel: Kernel):
         c = whole[warps].reshape(len(groups), 4, -1)[:, :, order].reshape(len(groups), 64, columns)
         c = np.ascontiguousarray(c).view(size)
         kept = threads.spread(keeps(threads))[groups][:, None, None]
-        result = product(left, right.swapaxes(1, 2), np.where(kept, c, size.type(0)))
+        result = add(left, right.swapaxes(1, 2), np.where(kept, c, size.type(0)))
         result = result.reshape(len(groups), 4, -1)[:, :, inverse].view(np.uint32)
         result = result.reshape(len(groups), 4, len(d), WARP)
         for k, name in enumerate(d):

@@ -216,9 +216,11 @@ def keeping_ties(original):
 
 
 def made_from(original):
-    """torch.tensor and torch.as_tensor: made on the CPU, and copied."""
+    """torch.tensor and torch.as_tensor: made on the CPU, and copied. There is no device to pin it
+    for.
+    """
 
-    def make(data, *args, device=None, **options):
+    def make(data, *args, device=None, pin_memory=False, **options):
         # of an empty tensor, because `with torch.device(...)` may say where new ones lie
         device = torch.empty(0).device if device is None else torch.device(device)
         if isinstance(data, PretendedTensor):
@@ -265,6 +267,7 @@ def install() -> None:
     nn.functional.scaled_dot_product_attention = whole(
         aten.scaled_dot_product_attention.default, nn.functional.scaled_dot_product_attention
     )
+    nn.functional.one_hot = whole(aten.one_hot.default, nn.functional.one_hot)
     nn.utils.rnn.pad_sequence = whole(aten.pad_sequence.default, nn.utils.rnn.pad_sequence)
     torch.Tensor.to = moved(torch.Tensor.to)
     torch.Tensor.type_as = lambda self, other: self.to(other)
