@@ -16,12 +16,7 @@ from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l06_mla.naive import LATENTS_TORCH
-from lessons.l06_mla.optimized import (
-    AbsorbedPool,
-    Tiles,
-    kernel_fits,
-    shared_bytes_of,
-)
+from lessons.l06_mla.optimized import AbsorbedPool, Tiles, kernel_fits, shared_bytes_of
 from lessons.l09_flash_attention.tiles import capability
 from lessons.l10_flash_decoding.mla import LATENTS_10, programs_per_sm, split_tiles
 from lessons.l10_flash_decoding.splits import WorkItems, plan_splits, sms_of
@@ -227,8 +222,7 @@ def paged_mla_states(
         slots, programs = sms_of(q.device) * per_sm, num_sequences * head_blocks
         num_splits = plan_splits(programs, longest, tiles.block_n, slots, num_splits, split_size)
     partial_out, partial_lse = room_for(q, num_splits, kv_lora_rank, items)
-    kernel, more = paged_mla_kernel, {}
-    rope = dim - kv_lora_rank
+    kernel, more, rope = paged_mla_kernel, {}, dim - kv_lora_rank
     if is_grouped(num_heads, kv_lora_rank, rope, q.element_size(), tiles.num_warps):
         kernel, more = grouped_mla_kernel, {"GROUPS": GROUPS}
     if partial_out.numel():
