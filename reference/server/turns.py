@@ -29,7 +29,7 @@ class Turns:
         try:
             yield
         finally:
-            self.next()
+            self.next(user)
 
     async def called(self, user: str) -> None:
         """Wait until it is a turn of this user."""
@@ -39,17 +39,20 @@ class Turns:
             await ready
         except asyncio.CancelledError:
             if not ready.cancelled():
-                self.next()  # it was called and left in the same moment
+                self.next(user)  # it was called and left in the same moment
             raise
 
-    def next(self) -> None:
-        """Call the next user's oldest, and put the user after all others."""
+    def next(self, user: str) -> None:
+        """The turn of this user has ended: put it after all who wait now, and call the first user's
+        oldest. Not before the end, because who asks again after each answer would wait for two.
+        """
+        if user in self.waiting:
+            self.waiting[user] = self.waiting.pop(user)
         while self.waiting:
-            user = next(iter(self.waiting))
-            queue = self.waiting.pop(user)
-            ready = queue.popleft()
-            if queue:
-                self.waiting[user] = queue
+            first = next(iter(self.waiting))
+            ready = self.waiting[first].popleft()
+            if not self.waiting[first]:
+                del self.waiting[first]
             if not ready.done():
                 ready.set_result(None)
                 return

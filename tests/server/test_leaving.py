@@ -212,6 +212,24 @@ def test_turns_go_round():
     assert order_of("") == ""
 
 
+def test_who_asks_again_after_each_turn_gets_every_second():
+    async def run() -> str:
+        turns, had = Turns(), []
+
+        async def each(user: str, count: int) -> None:
+            for _ in range(count):
+                async with turns.turn(user):
+                    had.append(user)
+                    for _ in range(3):  # who has had a turn is back before the next has ended
+                        await asyncio.sleep(0)
+
+        many = [each("a", 1) for _ in range(8)]
+        await asyncio.gather(*many, each("b", 4))
+        return "".join(had)
+
+    assert asyncio.run(run()) == "ababababaaaa"
+
+
 def test_those_who_leave_have_no_turn():
     assert order_of("aaab", leaving=(1, 2)) == "ab"
     assert order_of("ab", leaving=(0, 1)) == ""
