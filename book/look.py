@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 WIDTHS = 1280, 390  # pixels, of a laptop and of a phone
 BROKEN = "[...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src)"
+LANGUAGE = "(document.querySelector('article') || document.body).lang"
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -47,7 +48,7 @@ def look(browser: Browser, html: Path, page: str, width: int, scheme: str) -> di
     tab.wait_for_load_state("networkidle")
     found = {"page": page, "width": width, "scheme": scheme, "errors": errors}
     found |= {"broken": tab.evaluate(BROKEN), "too_wide": tab.evaluate(TOO_WIDE)}
-    found["bytes"] = size_of(loaded)
+    found |= {"bytes": size_of(loaded), "language": tab.evaluate(LANGUAGE)}
     tab.evaluate(axe())
     # preload asks for style sheets again, which a page in a folder may not
     violations = tab.evaluate("axe.run(document, {preload: false})")["violations"]

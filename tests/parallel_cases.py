@@ -123,7 +123,7 @@ def small_args(model: str, **changes) -> EngineArgs:
 
 def whole_engine(args: EngineArgs) -> Engine:
     """The model in this process, whatever the arguments say of others."""
-    return engine_over(load_model(args.model, "cpu", "float32", args.quantization), None, args)
+    return engine_over(load_model(args.model, "cpu", args.dtype, args.quantization), None, args)
 
 
 parallel_engine = partial(parallel.engine_over_parts, None)

@@ -26,11 +26,13 @@ PAGES = [
     "search.html?lang=ko",
     "api.html",
     "lessons/GLOSSARY.html",
+    "ko/lessons/GLOSSARY.html",
     "results/README.html",
     GALLERY,
     "code/lessons/l02_naive_attention/decoder.py.html",
     "notebooks/09_flash_attention.html",
     *(f"book/playground/{name}.html" for name in alone.NAMES),
+    "ko/lessons/l09_flash_attention/README.html",
     *(f"{room}/{page}.html" for room in ROOMS for page in ("README", "MORE")),
 ]
 
@@ -55,6 +57,7 @@ def test_every_page_is_whole_in_every_window(looked):
         where = f"{look['page']}, {look['width']} wide, {look['scheme']}"
         assert not look["errors"] and not look["broken"], f"{where}: {look}"
         assert look["too_wide"] <= 0, f"{where}: {look['too_wide']} pixels wider than the window"
+        assert look["language"] == ("ko" if look["page"].startswith("ko/") else ""), where
         largest = LARGEST_GALLERY if look["page"] == GALLERY else LARGEST
         assert look["bytes"] <= largest, f"{where}: {look['bytes']} bytes"
 

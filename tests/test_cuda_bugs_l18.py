@@ -26,7 +26,11 @@ BUGS = {
         "start_copy",
         f"asynchronous copy|{OR_BEYOND}",
     ),
-    "one buffer": ("start_copy(stretch + pieces, buffer ^ 1)", "start_copy(stretch + pieces, 0)", RACE),
+    "one buffer": (
+        "start_copy(stretch + pieces, buffer ^ 1)",
+        "start_copy(stretch + pieces, 0)",
+        RACE,
+    ),
     "sums handed over without a barrier": (
         "        __syncthreads();\n        if (split)",
         "        if (split)",
@@ -82,8 +86,8 @@ BUGS = {
 
 UNORDERED = "race in global memory"
 BUGS_OF_BLOCKS = {
-    "a sum that is not waited for": ("before, 0) == many - 1", "before, 0) >= 0", UNORDERED),
-    "the first that comes adds up": ("before, 0) == many - 1", "before, 0) == 0", UNORDERED),
+    "a sum that is not waited for": ("return before == many - 1", "return true", UNORDERED),
+    "the first that comes adds up": ("return before == many - 1", "return before == 0", UNORDERED),
     "nothing is released": ("atom.acq_rel.gpu", "atom.acquire.gpu", UNORDERED),
     "nothing is acquired": ("atom.acq_rel.gpu", "atom.release.gpu", UNORDERED),
     "only the block is told": ("atom.acq_rel.gpu", "atom.acq_rel.cta", UNORDERED),
@@ -94,13 +98,24 @@ BUGS_OF_BLOCKS = {
         f"{UNORDERED}|{WRONG}",
     ),
     "the count is left as it is": ("inc.u32 %0, [%1], %2", "add.u32 %0, [%1], 1", WRONG),
-    "every lane counts": ("    if (lane == 0)\n        asm volatile(\"atom", '    asm volatile("atom',
-                          f"{UNORDERED}|{WRONG}"),
-    "one count for all tiles": ("is_last(arrived + tile", "is_last(arrived", f"{UNORDERED}|{WRONG}"),
+    "every lane counts": (
+        "    if (lane == 0)\n        asm volatile(\"atom",
+        '    asm volatile("atom',
+        f"{UNORDERED}|{WRONG}",
+    ),
+    "one count for all tiles": (
+        "is_last(arrived + tile",
+        "is_last(arrived",
+        f"{UNORDERED}|{WRONG}",
+    ),
     "sums at the first piece's place": ("(piece * TILES + i)", "(0 * TILES + i)", UNORDERED),
     "sums at another tile's place": ("partials + (tile * pieces", "partials + (warp * pieces",
                                      f"{UNORDERED}|{WRONG}"),
-    "one piece counted twice": ("(k * TILES + i) * SUMS", "((k ? 1 : 0) * TILES + i) * SUMS", WRONG),
+    "one piece counted twice": (
+        "(k * TILES + i) * SUMS",
+        "((k ? 1 : 0) * TILES + i) * SUMS",
+        WRONG,
+    ),
     "the last piece left out": ("if (k < pieces) sums", "if (k < pieces - 1) sums", WRONG),
     "pieces added as they come": (
         "if (k < pieces) load(found[k], k, i);",

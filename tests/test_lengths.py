@@ -44,6 +44,7 @@ LONG_FUNCTIONS = (
     "lessons/l09_flash_attention/hopper/fp8.py:flash_fp8_kernel",
     "lessons/l09_flash_attention/optimized.py:flash_kernel",
     "lessons/l10_flash_decoding/optimized.py:split_decode_kernel",
+    "lessons/l12_paged_kv/kernels/few_heads.py:grouped_mla_kernel",
     "lessons/l12_paged_kv/kernels/latents.py:paged_mla_kernel",
     "lessons/l12_paged_kv/kernels/paged.py:decode_kernel",
     "lessons/l12_paged_kv/kernels/paged.py:prefill_kernel",

@@ -32,12 +32,14 @@
     return found ? (window.GLOSSARY || {})[decodeURIComponent(found[1])] : undefined;
   }
 
-  // A Korean page searches in Korean pages, and the search page leads to the other language.
-  function searchInItsLanguage() {
+  // A Korean page says its language and searches in Korean pages, and the search page leads to the other language.
+  function speakItsLanguage() {
     const asked = new URLSearchParams(location.search);
     const root = new URL(document.documentElement.dataset.content_root || "./", location.href);
     const page = location.href.slice(root.href.length);
-    const isKorean = /^(ko\/|README\.ko\.)/.test(page) || asked.get("lang") === "ko";
+    const isKoreanPage = /^(ko\/|README\.ko\.)/.test(page);
+    if (isKoreanPage) document.querySelector("article").lang = "ko"; // Sphinx knows one language
+    const isKorean = isKoreanPage || asked.get("lang") === "ko";
     for (const form of isKorean ? document.querySelectorAll("form[role=search]") : []) {
       form.insertAdjacentHTML("beforeend", '<input type="hidden" name="lang" value="ko">');
     }
@@ -62,7 +64,7 @@
 
   document.addEventListener("DOMContentLoaded", function () {
     speakOfItself();
-    searchInItsLanguage();
+    speakItsLanguage();
     const box = document.createElement("div");
     box.id = "definition";
     box.setAttribute("role", "tooltip");

@@ -6,6 +6,7 @@ GQA, and FLOPs where they cross.
 """
 
 import sys
+from pathlib import Path
 
 from matplotlib.patches import FancyBboxPatch
 
@@ -25,7 +26,7 @@ from lessons.toolbox.draw.figure import GREY, PALETTE, ROLES, ClassFigure, frame
 from lessons.toolbox.draw.plotting import bars, class_plot, roofline
 from lessons.toolbox.measure.hardware import CHIPS
 
-HEADS, CONTEXT = 128, 8192
+HERE, HEADS, CONTEXT = Path(__file__).parent, 128, 8192
 FLOW_ALT = (
     "Two ways from the same cached row of 512 + 64 values. Expanded: W_UK and W_UV make k, 128 "
     "heads of 192, and v, 128 heads of 128, for every cached token. Absorbed: W_UK goes into the "

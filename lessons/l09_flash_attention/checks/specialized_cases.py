@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 
-from lessons.l09_flash_attention import tiles
 from lessons.l09_flash_attention.checks.gluon_cases import inputs, proved, with_bug
 from lessons.l09_flash_attention.hopper.specialized import triton_flash
 from lessons.l09_flash_attention.tiles import Tiles
@@ -24,7 +23,7 @@ SHAPES = [
 def wrong_with(shapes: list[tuple], seed: int, old: str = "", new: str = "") -> str:
     """What is wrong with the kernel in which `new` stands for `old`; "" for nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        module = with_bug(triton_flash, tiles, old, new, Path(folder)) if old else triton_flash
+        module = with_bug(triton_flash, (), old, new, Path(folder)) if old else triton_flash
         kernel = module.flash_attention_specialized
         try:
             for *sizes, causal in shapes:

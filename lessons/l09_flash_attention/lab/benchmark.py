@@ -13,11 +13,15 @@ from torch import Tensor
 from lessons.l02_naive_attention import naive as lesson2
 from lessons.l09_flash_attention.fa1 import flash_attention_fa1
 from lessons.l09_flash_attention.hopper.fp8 import attention_fp8, flash_attention_fp8
+from lessons.l09_flash_attention.hopper.specialized.triton_flash import (
+    TILES,
+    flash_attention_specialized,
+)
 from lessons.l09_flash_attention.lab import peers
 from lessons.l09_flash_attention.lab.traffic import Shape
 from lessons.l09_flash_attention.naive import attention, tiled_attention
 from lessons.l09_flash_attention.optimized import flash_attention
-from lessons.l09_flash_attention.tiles import Tiles, has_e4m3
+from lessons.l09_flash_attention.tiles import Tiles, capability, has_e4m3
 from lessons.l09_flash_attention.worklog.cuda_flash import flash_attention_cuda
 from lessons.toolbox.measure.bench import Benchmark, Unavailable, on_gpu
 from lessons.toolbox.measure.device import default_device, default_dtype
@@ -82,6 +86,13 @@ def hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool):
 
 
 @on_gpu
+def split_loop(q: Tensor, k: Tensor, v: Tensor, causal: bool):
+    if capability(q.device) not in TILES:
+        raise Unavailable("needs a Hopper or Blackwell GPU")
+    return lambda: flash_attention_specialized(q, k, v, causal=causal)[0]
+
+
+@on_gpu
 def fa1(q: Tensor, k: Tensor, v: Tensor, causal: bool):
     if len(k) > LONGEST_FA1:
         raise Unavailable(f"beyond {LONGEST_FA1} keys one program a head takes seconds")
@@ -102,6 +113,7 @@ PROVIDERS = {
     "FA-1 order": ("naive", fa1),
     "CUDA C++ twin": ("naive", cuda),
     "flash_attention": ("optimized", flash),
+    "Triton, split": ("optimized", split_loop),
     "Hopper, Gluon": ("optimized", hopper),
     "tiles in PyTorch": ("optimized", tiles_in_pytorch),
     **{f"SDPA {name}": ("library", peers.sdpa(name)) for name in peers.BACKENDS},

@@ -23,6 +23,7 @@ from lessons.l09_flash_attention.lab.traffic import Shape
 from lessons.l09_flash_attention.optimized import flash_attention
 from lessons.l09_flash_attention.tiles import Tiles, tiles_for
 from lessons.toolbox.gpu.another_process import call
+from lessons.toolbox.kernels.kernel_hash import kernel_hash
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l09_specialized.json"
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 32, 8, 128
@@ -33,6 +34,14 @@ KERNELS: dict[str, Callable] = {
     "descriptors": partial(flash_attention_specialized, tiles=EIGHT_WARPS),
     "specialised": partial(flash_attention_specialized, tiles=TILES[90][HEAD_DIM]),
     "Gluon": flash_attention_hopper,
+}
+ROOM = "lessons.l09_flash_attention"
+SPLIT = f"{ROOM}.hopper.specialized.triton_flash:flash_descriptor_kernel"
+SOURCES = {
+    "pointers": f"{ROOM}.optimized:flash_kernel",
+    "descriptors": SPLIT,
+    "specialised": SPLIT,
+    "Gluon": f"{ROOM}.hopper.gluon_flash:flash_hopper_kernel",
 }
 
 
@@ -60,6 +69,7 @@ def predicted(name: str, causal: bool) -> dict:
     flops = Shape(TOKENS, TOKENS, HEADS, KV_HEADS, HEAD_DIM, 2, causal).flops
     pairs = profile.total["flops"] / (4 * 128 * 128 * HEAD_DIM)  # of tiles of 128 x 128
     return {
+        "hash": kernel_hash(SOURCES[name]),
         "predicted_us": round(1e6 * found.seconds, 1),
         "tflops": round(flops / found.seconds / 1e12, 1),
         "share_of_peak": round(flops / found.seconds / lookup("h200").bf16_flops_per_s, 3),

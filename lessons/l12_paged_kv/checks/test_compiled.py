@@ -36,7 +36,7 @@ def test_a_table_costs_no_wide_load_and_no_stage():
 @pytest.mark.compiler
 def test_latents_through_a_table_keep_two_tiles_under_way_and_two_programs_an_sm():
     """As latents in one piece do: with fewer stages the compiler keeps one tile of 32 rows."""
-    for report in reports_of(KERNELS, "paged_mla.*bf16_16_sm90", [90]):
+    for report in reports_of(KERNELS, "grouped_mla.*bf16_16_sm90", [90]):
         tile = 32 * 576 * 2
         assert 2 * tile < report.shared_bytes <= 3 * tile
         # 1 KiB is the system's, and 4 warps share 65,536 registers with another program's.

@@ -16,12 +16,7 @@ from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l06_mla.deepseek import MLAttention
 from lessons.l06_mla.naive import LATENTS_TORCH
-from lessons.l06_mla.optimized import (
-    AbsorbedPool,
-    Tiles,
-    kernel_fits,
-    shared_bytes_of,
-)
+from lessons.l06_mla.optimized import AbsorbedPool, Tiles, kernel_fits, shared_bytes_of
 from lessons.l09_flash_attention.tiles import capability
 from lessons.l10_flash_decoding.mla import LATENTS_10, programs_per_sm, split_tiles
 from lessons.l10_flash_decoding.splits import WorkItems, plan_splits, sms_of
@@ -30,6 +25,7 @@ from lessons.l12_paged_kv import naive
 from lessons.l12_paged_kv.kernels import stand_ins
 from lessons.l12_paged_kv.kernels.apart import apart
 from lessons.l12_paged_kv.kernels.arguments import check_paged_latents
+from lessons.l12_paged_kv.kernels.few_heads import GROUPS, grouped_mla_kernel, is_grouped
 from lessons.l12_paged_kv.kernels.hooks import NO_WINDOW, equal_split, listed_split, paged_row
 from lessons.l12_paged_kv.kernels.launch import merged, room_for
 from lessons.l12_paged_kv.kernels.plan import items_of_step
@@ -226,8 +222,11 @@ def paged_mla_states(
         slots, programs = sms_of(q.device) * per_sm, num_sequences * head_blocks
         num_splits = plan_splits(programs, longest, tiles.block_n, slots, num_splits, split_size)
     partial_out, partial_lse = room_for(q, num_splits, kv_lora_rank, items)
+    kernel, more, rope = paged_mla_kernel, {}, dim - kv_lora_rank
+    if is_grouped(num_heads, kv_lora_rank, rope, q.element_size(), tiles.num_warps):
+        kernel, more = grouped_mla_kernel, {"GROUPS": GROUPS}
     if partial_out.numel():
-        paged_mla_kernel[head_blocks, partial_out.shape[2], len(partial_out)](
+        kernel[head_blocks, partial_out.shape[2], len(partial_out)](
             q,
             latents,
             partial_out,
@@ -243,13 +242,14 @@ def paged_mla_states(
             *latents.stride()[:2],
             block_table.stride(0),
             RANK=kv_lora_rank,
-            ROPE=dim - kv_lora_rank,
+            ROPE=rope,
             PAGE_SIZE=latents.shape[1],
             BLOCK_H=tiles.block_h,
             BLOCK_N=tiles.block_n,
             SPLIT_OF=equal_split if items is None else listed_split,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            **more,
         )
     return merged(partial_out, partial_lse, items, q.dtype)
 

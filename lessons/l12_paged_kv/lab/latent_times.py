@@ -3,6 +3,8 @@ predictions of the time model (`lessons.toolbox.profile`), not measurements.
 
     python -m lessons.l12_paged_kv.lab.latent_times        (a few minutes)
         writes results/counted/l12_latents.json
+    python -m lessons.l12_paged_kv.lab.latent_times few    (a minute)
+        only its part for 16 heads, the kernels of latents.py and few_heads.py
 
 One program of each launch runs on the machine; the model takes the others to be like it. Long
 contexts are continued from two shorter ones, because the machine takes a second for a tile or two.
@@ -13,9 +15,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from lessons.l12_paged_kv.kernels import latents as in_triton
 from lessons.l12_paged_kv.kernels.hopper.launch import paged_mla_hopper
 from lessons.l12_paged_kv.kernels.latents import paged_mla_decode
 from lessons.toolbox.kernels.kernel_hash import kernel_hash
@@ -83,11 +87,46 @@ def continued(found: dict[int, dict]) -> dict:
     }
 
 
+def of_few_heads() -> dict[str, dict]:
+    """16 heads over 64 sequences of 4096 tokens, by the kernel of many heads and by that of few."""
+    from lessons.toolbox.profile.points import profiled_sample
+    from lessons.toolbox.profile.time_model import predict
+
+    sequences, context = 64, 4096
+    pages = sequences * context // BLOCK
+    table = torch.arange(pages, dtype=torch.int32).view(sequences, -1)
+    lengths = torch.full((sequences,), context, dtype=torch.int32)
+    q, latents = (torch.zeros(*s, 576, dtype=torch.bfloat16)
+                  for s in ((sequences, 16), (pages, BLOCK)))  # fmt: skip
+    moved, peak = latents.nbytes, lookup("h200").memory_bytes_per_s
+    found = {}
+    for name, kernel, is_few in (
+        ("many", f"{MODULE}.latents:paged_mla_kernel", False),
+        ("few", f"{MODULE}.few_heads:grouped_mla_kernel", True),
+    ):
+        with patch.object(in_triton, "is_grouped", lambda *_, is_few=is_few: is_few):
+            profile, *_ = profiled_sample(
+                lambda: paged_mla_decode(q, latents, table, lengths, 576**-0.5)
+            )
+        guess = predict(profile)
+        found[name] = {
+            "hash": kernel_hash(kernel),
+            "predicted_us": round(1e6 * guess.seconds, 1),
+            "share_of_bandwidth": round(moved / guess.seconds / peak, 3),
+            "busy": {unit: round(float(share), 2) for unit, share in guess.busy.items()},
+        }
+    return found
+
+
 def main() -> int:
     if compiled_chip() != 90:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        command = [sys.executable, "-m", "lessons.l12_paged_kv.lab.latent_times"]
+        command = [sys.executable, "-m", "lessons.l12_paged_kv.lab.latent_times", *sys.argv[1:]]
         return subprocess.run(command, env=environment | {CHIP: "90"}, check=False).returncode
+    if "few" in sys.argv[1:]:
+        written = json.loads(RECORD.read_text(encoding="utf-8")) | {"few heads": of_few_heads()}
+        RECORD.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        return 0
     shape = f"{SEQUENCES} sequences, {HEADS} heads, latents of 512 + 64, blocks of {BLOCK}"
     written = {"chip": "H200", "shape": shape, "kernels": {}}
     for name, (decode, kernel, contexts) in KERNELS.items():
@@ -95,6 +134,7 @@ def main() -> int:
         written["kernels"][name] = {"hash": kernel_hash(kernel), "at": found}
         written["kernels"][name] |= continued(found)
         print(name, json.dumps(written["kernels"][name], indent=1), flush=True)
+    written["few heads"] = of_few_heads()
     RECORD.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
 

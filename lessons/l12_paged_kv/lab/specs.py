@@ -9,6 +9,7 @@ from dataclasses import replace
 from lessons.l05_gqa.tiles import warps_for
 from lessons.l09_flash_attention.tiles import tiles_for
 from lessons.l10_flash_decoding.lab import specs as splits
+from lessons.l12_paged_kv.kernels.few_heads import GROUPS, is_grouped
 from lessons.l12_paged_kv.kernels.hooks import (
     causal,
     contiguous_row,
@@ -174,6 +175,14 @@ def hopper_spec(page_size: int, listed: bool) -> KernelSpec:
     )
 
 
+def is_few(spec: KernelSpec) -> bool:
+    """Whether a launch over latents is one of grouped_mla_kernel."""
+    if "paged_mla_kernel" not in spec.kernel:
+        return False
+    sizes = [spec.constexprs[name] for name in ("BLOCK_H", "RANK", "ROPE")]
+    return is_grouped(*sizes, 4 if "fp32" in spec.name else 2, spec.num_warps)
+
+
 SHAPES = {"bf16": ((4, 128), (8, 128), (3, 64), (4, 80), (4, 256)), "fp32": ((4, 128), (3, 64))}
 KERNELS = [
     decode_spec(dtype, group, dim, chips)
@@ -255,6 +264,18 @@ KERNELS += [
     for listed, split_of in (("", equal_split), ("_listed", listed_split))
     for spec in splits.KERNELS
     if "mla_split_kernel" in spec.kernel and ("fp32" not in spec.name or not listed)
+]
+# 16 heads in 16 bits have a kernel of their own, of the same arguments.
+KERNELS = [
+    replace(
+        spec,
+        kernel=f"{ROOM}.kernels.few_heads:grouped_mla_kernel",
+        name=spec.name.replace("paged_mla", "grouped_mla"),
+        constexprs=spec.constexprs | {"GROUPS": GROUPS},
+    )
+    if is_few(spec)
+    else spec
+    for spec in KERNELS
 ]
 # The same on Hopper, in Gluon.
 KERNELS += [hopper_spec(page_size, listed) for page_size in (16, 64) for listed in (False, True)]

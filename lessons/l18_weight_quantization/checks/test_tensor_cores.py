@@ -18,8 +18,15 @@ from lessons.l18_weight_quantization.kernels.cuda_tensor_cores import (
     w4a16_tensor_cores,
     warps_for,
 )
-from lessons.l18_weight_quantization.kernels.fragments import Fragments, to_fragments, to_grouped
-from lessons.l18_weight_quantization.lab.tensor_cores import RECORD, SHAPES, loops
+from lessons.l18_weight_quantization.kernels.fragments import to_fragments, to_grouped
+from lessons.l18_weight_quantization.lab.tensor_cores import (
+    COPY_RATE,
+    RECORD,
+    SHAPES,
+    granted_s,
+    least_bytes,
+    loops,
+)
 from lessons.l18_weight_quantization.lab.testing import DEVICE, matrix, problem
 from lessons.l18_weight_quantization.naive import round_to_nearest
 from lessons.l18_weight_quantization.weights import GroupedInt, unpack
@@ -153,16 +160,18 @@ def test_the_last_block_leaves_the_counts_as_they_were(seed):
 
 
 def test_the_warps_of_a_block():
-    """Llama-3-8B's matrices on an H200's 132 SMs: the busiest has 1 to 14 tiles of 16 outputs."""
+    """Matrices of Llama-3-8B and Qwen3-32B on an H200's 132 SMs: the busiest has 1 to 25 tiles."""
     assert warps_for(1, 28672, 4096, 132) == (14, 2, 1)  # 128 blocks
     assert warps_for(1, 4096, 4096, 132) == (2, 8, 1)
     assert warps_for(1, 6144, 4096, 132) == (3, 8, 1)
     assert warps_for(1, 4096, 14336, 132) == (2, 8, 1)
+    assert warps_for(16, 51200, 5120, 132) == (25, 1, 1)  # 128 blocks
     assert warps_for(1, 16, 256, 132) == (1, 1, 1)  # one stretch is not shared
     # With more rows than twice the tiles of an SM pieces go to blocks, and bits stay.
     assert warps_for(16, 28672, 4096, 132) == (14, 2, 1)
     assert warps_for(4, 4096, 4096, 132).blocks == 1
     assert warps_for(5, 4096, 4096, 132) == (16, 1, 8)
+    assert warps_for(16, 5120, 8192, 132) == (20, 1, 8)  # 128 blocks, where 24 tiles gave 112
     assert warps_for(16, 16, 256, 132) == (1, 1, 1)
     for outputs in (1, 999, 128256):
         pieces = pieces_for(outputs, 4096, 132)[1]
@@ -212,15 +221,22 @@ def test_the_record_is_counted_again(name, matrix):
 
 
 def test_what_the_page_says_of_the_record():
-    """Of the largest matrix about 80 % of the floor or more without zero points, and always more
-    than Triton's kernel; fewer than 3 machine instructions a weight without zero points.
+    """Of the largest matrices about 80 % of the floor or more without zero points; of all more than
+    two thirds of what a launch is granted, and less than half of the time of Triton's kernel where
+    matrices are small; fewer than 3 machine instructions a weight up to 8 rows.
     """
-    share = {(c["name"], c["matrix"], c["rows"]): c["floor_share"] for c in RECORDED["calls"]}
-    for (name, shape, rows), found in share.items():
+    calls = {(c["name"], c["matrix"], c["rows"]): c for c in RECORDED["calls"]}
+    for (name, shape, rows), found in calls.items():
+        assert found["spill_bytes"] == 0
         if name == "tensor cores":
-            assert found > 1.2 * share["Triton", shape, rows], (shape, rows)
-            assert (found > 0.79) == (shape == "gate, up"), (shape, rows)
-    assert not any(row["spill_bytes"] for row in RECORDED["calls"])
+            assert found["floor_share"] > (0.81 if "gate" in shape else 0.33), (shape, rows)
+            assert found["granted_share"] > 0.67, (shape, rows)
+        if name == "Triton" and shape != "gate, up":
+            assert calls["tensor cores", shape, rows]["predicted_s"] < 0.55 * found["predicted_s"]
+    n, k = SHAPES["o"]
+    least = least_bytes(1, n, k)
+    assert round(least / COPY_RATE * 1e6, 1) == 2.0
+    assert round((granted_s(1, n, k) - least / 4.8e12 / 0.92) * 1e6, 1) == 2.3
     n, k = SHAPES["down"]
     of_outputs, pieces = pieces_for(n, k, 132)
     blocks = -(-n // (16 * of_outputs))
@@ -228,10 +244,8 @@ def test_what_the_page_says_of_the_record():
     assert round(blocks * 16 * k * 2 / pieces / 1e6) == 7
     assert round(n * 16 * 4 * pieces / 1e6) == 2  # partial sums, written once and read once
     by_kernel = RECORDED["machine_instructions_a_weight"]
-    assert {name for name, many in by_kernel.items() if many >= 3} == {
-        "w4a16_bf16_16_zeros",
-        "w4a16_fp16_16_zeros",
-    }
+    assert all(many < 3 for name, many in by_kernel.items() if "_8" in name)
+    assert max(by_kernel.values()) < 3.3
 
 
 @pytest.mark.compiler
@@ -274,6 +288,5 @@ def test_arguments_that_are_refused():
 
 
 def test_an_empty_batch_gives_an_empty_result():
-    weight = Fragments(*(getattr(to_fragments(matrix("int4, zeros", 8, 64).to("cpu")), name) for
-                         name in ("codes", "scales", "zeros", "group_size", "shape", "arrived")))  # fmt: skip
+    weight = to_fragments(matrix("int4, zeros", 8, 64).to("cpu"))
     assert w4a16_tensor_cores(torch.zeros(0, 64).half(), weight).shape == (0, 8)

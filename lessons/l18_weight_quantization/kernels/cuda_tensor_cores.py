@@ -23,7 +23,6 @@ SOURCE = Path(__file__).with_name("tensor_cores.cu")
 LANES, MOST_WARPS = 32, 28  # as there
 MOST_PIECES = 8  # as there; with 16 rows of x 132 KiB of shared memory, of 163 in an A100's block
 CHUNK = 8  # numbers between two rows of x in shared memory, as there
-MOST_TILES = 16  # of a block
 ROWS = (8, 16)  # of x that a kernel is for
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 KERNELS = {
@@ -110,7 +109,9 @@ def warps_for(num_rows: int, num_outputs: int, size: int, num_sms: int) -> Warps
     of_outputs, pieces = pieces_for(num_outputs, size, num_sms)
     if num_rows <= 2 * of_outputs or pieces == 1:
         return Warps(of_outputs, pieces)
-    return Warps(of_outputs * pieces, 1, pieces)
+    at_a_time = max(1, num_sms // pieces)  # groups of blocks with the same tiles
+    shared_evenly = -(-num_outputs // (OUTPUTS * at_a_time))
+    return Warps(min(shared_evenly, of_outputs * pieces), 1, pieces)
 
 
 @cache
@@ -123,7 +124,7 @@ def pieces_for(num_outputs: int, size: int, num_sms: int) -> tuple[int, int]:
     def of_busiest(of_outputs: int) -> int:
         return -(-tiles // (of_outputs * num_sms)) * of_outputs
 
-    of_outputs = min(range(MOST_TILES, 0, -1), key=of_busiest)  # of equals the first, the largest
+    of_outputs = min(range(MOST_WARPS, 0, -1), key=of_busiest)  # of equals the first, the largest
     return of_outputs, min(MOST_PIECES, MOST_WARPS // of_outputs, -(-size // STRETCH))
 
 

@@ -23,9 +23,8 @@
 // warps read it. Sums are float32, a group's scale multiplies the sum of 64 inputs. cuda_tensor_cores.py launches it. No header is included.
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int LANES = 32, MOST_WARPS = 28, MOST_PIECES = 8, OUTPUTS = 16;
+constexpr int LANES = 32, MOST_WARPS = 28, MOST_PIECES = 8, OUTPUTS = 16, SUMS_BYTES = 16 * LANES;  // of four sums of each lane
 constexpr int UNIT = 64, UNITS = 4, STRETCH = UNIT * UNITS;  // inputs of a 16-byte load of codes, and of a warp's stretch
-constexpr int SUMS_BYTES = 16 * LANES;                       // of four sums of each lane
 constexpr int CHUNK = 8;                                     // numbers of 16 bytes, which cp.async copies
 constexpr int ROW = STRETCH + CHUNK;  // numbers of a row of x in shared memory: 16 bytes more than a stretch, so no bank is met twice
 
@@ -123,14 +122,16 @@ __device__ void load_sums(float (&to)[4], Address from) {  // from the L2 cache,
                  : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "l"(from) : "memory");
 }
 __device__ bool is_last(unsigned* arrived, int many, int lane) {  // of many warps; the last leaves a 0 for the next launch
-    unsigned before = 0;
     __syncwarp();  // all lanes have stored theirs
+    unsigned before = 0;
     if (lane == 0)
         asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                      : "=r"(before)
                      : "l"(__cvta_generic_to_global(arrived)), "r"(many - 1)
                      : "memory");
-    return __shfl_sync(ALL_LANES, before, 0) == many - 1;
+    before = __shfl_sync(ALL_LANES, before, 0);
+    __syncwarp();  // a shuffle orders no memory: what lane 0 has acquired holds for all lanes from here on
+    return before == many - 1;
 }
 template <int TILES, typename Load>
 __device__ void add_pieces(float (&sums)[TILES][4], int pieces, const Load& load) {

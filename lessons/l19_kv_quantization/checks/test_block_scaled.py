@@ -28,6 +28,8 @@ from lessons.l19_kv_quantization.checks.block_scaled_cases import (
     hold,
     random_operand,
 )
+from lessons.l19_kv_quantization.lab import block_scaled_picture as picture
+from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.measure.device import compiled_chip
 from lessons.toolbox.proof.numerics import NotEquivalent
@@ -62,6 +64,17 @@ def test_atoms_are_cublas_layout():
         assert atoms[row // 128, s // 4, at] == scales[row, s]
     assert int((atoms > 0).sum()) == scales.numel()
     assert torch.equal(in_rows(atoms, 130, 6), scales)
+
+
+def test_the_picture_of_an_atom():
+    """What README.md says of row 70, and no texts that collide."""
+    matrix, atom, columns = picture.places()
+    assert matrix.shape == (128, 4) and atom.reshape(-1)[107] == 70
+    assert columns[6::32, 2].tolist() == [70] * 4 and sorted(columns[:32].reshape(-1)) == [
+        *range(128)
+    ]
+    figure = picture.draw_atoms()
+    assert not texts_outside(figure) and not overlapping_texts(figure)
 
 
 def test_tokens_are_those_of_w4a4(seed):
@@ -130,7 +143,7 @@ def test_a_scale_that_is_nan_stays_in_its_row(seed, blackwell_or_cpu):
 
 @pytest.mark.sample(1, of="the block-scaled product")
 def test_every_order_of_events_gives_the_same_bits(seed, compiled_on_cpu):
-    a, b = (random_operand(rows, 1568, NVFP4, seed + rows) for rows in (130, 264))
+    a, b = (random_operand(rows, 1312, NVFP4, seed + rows) for rows in (130, 136))
     first, *others = [gluon_matmul.block_scaled_matmul(a, b) for _ in range(3)]
     assert all(torch.equal(first, other) for other in others)
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from lessons.l19_kv_quantization.activations.block_scaled.dot_scaled import dot_scaled_kernel
 from lessons.l19_kv_quantization.activations.block_scaled.operands import BlockScaled
 from lessons.l19_kv_quantization.checks.block_scaled_cases import (
     DEVICE,
@@ -38,10 +39,11 @@ def by_dot_scaled(a: BlockScaled, b: BlockScaled, block_n: int, num_stages: int)
 @pytest.mark.sample(1, of="the product by tl.dot_scaled")
 @pytest.mark.parametrize("scale_type", [NVFP4, MXFP4])
 @pytest.mark.parametrize("block_n", [128, 256])
-def test_dot_scaled_with_a_wait_for_each_product(scale_type, block_n, seed, compiled_on_cpu):
+def test_dot_scaled_with_a_wait_for_each_product(scale_type, block_n, seed, proof, compiled_on_cpu):
     a = random_operand(130, 800, scale_type, seed)
     b = random_operand(264, 800, scale_type, seed + 1)
     hold(by_dot_scaled(a, b, block_n, 1), a, b)
+    proof.record(dot_scaled_kernel, chip=100)
 
 
 def test_dot_scaled_copies_scales_over_those_in_use(seed, compiled_on_cpu):

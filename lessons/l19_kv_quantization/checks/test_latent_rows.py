@@ -2,6 +2,7 @@
 are found.
 """
 
+import json
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from lessons.l19_kv_quantization.kernels.latents import kernel, naive, optimized
 from lessons.l19_kv_quantization.kernels.latents.kernel import coded_mla_kernel, write_rows_kernel
 from lessons.l19_kv_quantization.kernels.latents.naive import LatentRows, dequantized_mla_decode
 from lessons.l19_kv_quantization.kernels.latents.optimized import coded_mla_decode, write_rows
+from lessons.l19_kv_quantization.lab import latent_rows
 from lessons.l19_kv_quantization.lab.testing import skip_where
 from lessons.l19_kv_quantization.optimized import writes_e4m3
 from lessons.toolbox.proof.numerics import Errors, NotEquivalent, prove
@@ -102,6 +104,20 @@ def test_a_fault_stays_in_its_group():
     assert again[256:384].all() and again.sum() == 128
 
 
+def test_the_record_of_errors():
+    """Is what is counted today, and four scales beside exact rotary values are best."""
+    record = json.loads(latent_rows.OUT.read_text(encoding="utf-8"))
+    counted = latent_rows.errors()
+    for kind, ways in record["errors"].items():
+        assert counted[kind] == pytest.approx(ways, rel=0.02)
+        others = (ways["fp8"], ways["rotary values rounded, too"])
+        assert ways["16 bits"] < ways["fp8_ds_mla"] < min(others)
+    for heads, ways in record["predicted"].items():
+        assert ways["fp8_ds_mla"]["bytes"] * 1152 == ways["16 bits"]["bytes"] * 656, heads
+    few = record["predicted"]["16"]
+    assert few["fp8_ds_mla"]["predicted_s"] < 0.85 * few["16 bits"]["predicted_s"]
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -180,7 +196,7 @@ KERNEL_SLIPS = {
      ".arange(0, GROUPS)[:, None] + 1) % GROUPS\n    return"),
     "scores without a scale": ("(q_scale[:, :, None] * scales[:, None, :])", "q_scale[:, :, None]"),
     "weights without a scale": ("(scales * down)[:, None, :]", "down[:, None, :]"),
-    "the rotary part twice": ("tl.reshape(x, (x.shape[1]", "tl.reshape(2 * x, (x.shape[1]"),
+    "the rotary part twice": ("part += in_pe * scale", "part += 2 * in_pe * scale"),
     "the words of the next group": ("word = group * WORDS", "word = (group + 1) % GROUPS * WORDS"),
     "the rotary values of another": ("rope = group * PE + tl", "rope = 0 * group * PE + tl"),
     "a split's last tile, unmasked": ("tl.where(in_split[None, :], sum_of_groups(part), float("
@@ -200,8 +216,7 @@ def test_a_wrong_kernel_is_found(name, seed, tmp_path, monkeypatch):
     skip_where("fp8", has_e4m3)
     buggy = with_bug(kernel, tmp_path, *KERNEL_SLIPS[name])
     monkeypatch.setattr(optimized, "coded_mla_kernel", buggy.coded_mla_kernel)
-    rank, rope = (32, 16) if name == "the rotary part twice" else (256, 32)
-    sizes = dict(rank=rank, rope=rope, dtype=torch.float32, block_size=16, seed=seed)
+    sizes = dict(rank=256, rope=32, dtype=torch.float32, block_size=16, seed=seed)
     inputs, format = coded([50, 37], **sizes, factors=(2.0**-3, 4.0))
     with pytest.raises((NotEquivalent, FloatingPointError)):
         prove(fast(format, num_splits=1), slow(format), inputs)

@@ -1,20 +1,16 @@
 """Decode over DeepSeek's latents in FP8, and the kernel that writes them.
 
-`coded_mla_kernel` is lesson 12's paged_mla_kernel over the rows of naive.py. What is new is the
-arithmetic of decode.py, where a key has one scale. Here it has one for each group g of channels:
+`coded_mla_kernel` is lesson 12's grouped_mla_kernel (few_heads.py) over the rows of naive.py, and
+each of its groups of channels has a scale. What is new is the arithmetic of decode.py, where a key has one scale. Here it has one for each group g of channels:
 
     q · number[n]         =  Σ_g scale[n, g] · (q_g · code_g[n])  +  q_pe · k_pe[n]
     Σ_n p[n] · number[n]  =  Σ_n (p[n] · scale[n, g]) · code_g[n]      in the columns of group g
-
-So each warp has a group, with a quarter of the rotary values. It multiplies its channels of q and
-of the keys, the warps add their scores, and then it multiplies the weights by the same channels,
-now as values. Only scores go from warp to warp. Tiles are [G, …], and Triton gives the first
-dimension of a product to the warps.
 
 A code is loaded once and used twice. It is multiplied in float16, in which all codes are exact. A
 row begins at a multiple of 16 bytes, so the strides count such units.
 """
 
+from lessons.l12_paged_kv.kernels.few_heads import in_all_groups, sum_of_groups
 from lessons.l12_paged_kv.kernels.hooks import equal_split, paged_row
 from lessons.l19_kv_quantization.kernels.decode import exponent_of, two_to
 from lessons.l19_kv_quantization.optimized import larger, smaller
@@ -66,24 +62,6 @@ def query_groups(q_row, is_row, WORDS: tl.constexpr, PARTS: tl.constexpr, NUMBER
     for j in tl.static_range(PARTS):
         scaled += ((parts[j] * two_to(up)[:, :, None]).to(NUMBER),)
     return scaled, two_to(-up)
-
-
-@triton.jit
-def sum_of_groups(x):
-    """x: [G, H, N] -> [H, N]. Each warp has another group. tl.sum would add number after number;
-    here a thread gets all groups of its numbers at once, through shared memory.
-    """
-    HALVES: tl.constexpr = (x.shape[1], x.shape[2], x.shape[0] // 2, 2)
-    if x.shape[0] == 1:
-        total = tl.reshape(x, (x.shape[1], x.shape[2]))
-    elif x.shape[0] == 2:
-        first, second = tl.split(tl.permute(x, (1, 2, 0)))
-        total = first + second
-    else:
-        first, second = tl.split(tl.reshape(tl.permute(x, (1, 2, 0)), HALVES))
-        first, second = tl.split(first + second)
-        total = first + second
-    return total
 
 
 @triton.jit
@@ -162,9 +140,7 @@ def coded_mla_kernel(
         in_pe = tl.dot(q_pe, tl.permute(k_pe, (0, 2, 1)), input_precision="ieee")
         part += in_pe * scale_log2e
         total = tl.where(in_split[None, :], sum_of_groups(part), float("-inf"))
-        # What is added to a product keeps the product's layout, in which a row's maximum is found
-        # within a warp. Without this addition of 0 it would take 64 exchanges between threads.
-        scores = total[None, :, :] + part * 0.0
+        scores = in_all_groups(total, part)
         # As in decode.py, the exponent of a key's scale joins its score before the maximum is
         # subtracted, so that no weight leaves float16. Each group has a maximum of its own then.
         e = tl.minimum(tl.maximum(exponent_of(scales), -100), 126)
