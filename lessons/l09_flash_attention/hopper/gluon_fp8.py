@@ -108,6 +108,29 @@ def load_tiles(
 
 
 @gluon.jit
+def store_rows(acc, m_i, l_i, CONSUMER: gl.constexpr, shared, start_m, SHIFT: gl.constexpr):
+    """Outputs and log-sum-exps of a consumer's queries, from start_m on."""
+    out_desc, lse_ptr, _rings, out_tiles, num_queries, _num_keys, _qk_scale, v_scale = shared
+    ROW: gl.constexpr = m_i.type.layout
+    ROWS: gl.constexpr = out_desc.block_type.shape[0]
+    HEAD_DIM: gl.constexpr = out_desc.block_type.shape[1]
+    l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)
+    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
+
+    row, head = start_m + gl.arange(0, ROWS, ROW), gl.program_id(0)
+    lse = (m_i + gl.log2(l_i) - SHIFT) * 0.6931471805599453  # ln 2
+    place = row.to(gl.int64) * gl.num_programs(0) + head
+    gl.store(lse_ptr + place, lse, mask=row < num_queries)
+    out_tile = out_tiles.index(CONSUMER)
+    out = columns_in_order(acc * column(v_scale / l_safe, acc.type.layout))
+    out_tile.store(out.to(out_desc.dtype))
+    fence_async_shared()
+    # TMA drops rows beyond the last
+    tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], out_tile)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
 def compute_tiles(
     CONSUMER: gl.constexpr,
     shared,
@@ -117,7 +140,7 @@ def compute_tiles(
     SHIFT: gl.constexpr,
 ):
     """ROWS queries, and all tiles of keys that one of the program's queries sees."""
-    out_desc, lse_ptr, rings, out_tiles, num_queries, num_keys, qk_scale, v_scale = shared
+    out_desc, _lse_ptr, rings, _out_tiles, num_queries, num_keys, qk_scale, _v_scale = shared
     q, k, v_t = rings
     CONSUMERS: gl.constexpr = q[0].shape[0]
     BLOCK_N: gl.constexpr = k[0].shape[1]
@@ -156,7 +179,8 @@ def compute_tiles(
             acc = acc * column(alpha, OUT)
             start_n = (num_tiles - 1 - i) * BLOCK_N
             p, m_i, l_i, alpha = softmax_step(
-                scores, m_i, l_i, qk_scale, first, start_n, num_keys, CAUSAL, part == 0, SCORES, SHIFT
+                scores, m_i, l_i, qk_scale, first, start_n, num_keys, CAUSAL, part == 0, SCORES,
+                SHIFT,
             )  # fmt: skip
             wait_for(v_t, i)  # here, because ptxas moves no exp past it, as in gluon_flash.py
             acc += warpgroup_mma_wait(0, deps=(adding,))
@@ -165,20 +189,7 @@ def compute_tiles(
             weights = four_a_word(p)
     adding = start_output(weights, tile_of(v_t, num_tiles - 1), OUT)
     acc = acc * column(alpha, OUT) + warpgroup_mma_wait(0, deps=(adding,))
-    l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)
-    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-
-    row, head = start_m + gl.arange(0, ROWS, ROW), gl.program_id(0)
-    lse = (m_i + gl.log2(l_i) - SHIFT) * 0.6931471805599453  # ln 2
-    place = row.to(gl.int64) * gl.num_programs(0) + head
-    gl.store(lse_ptr + place, lse, mask=row < num_queries)
-    out_tile = out_tiles.index(CONSUMER)
-    out = columns_in_order(acc * column(v_scale / l_safe, OUT))
-    out_tile.store(out.to(out_desc.dtype))
-    fence_async_shared()
-    # TMA drops rows beyond the last
-    tma.async_copy_shared_to_global(out_desc, [start_m, head * HEAD_DIM], out_tile)
-    tma.store_wait(pendings=0)
+    store_rows(acc, m_i, l_i, CONSUMER, shared, start_m, SHIFT)
 
 
 @gluon.jit

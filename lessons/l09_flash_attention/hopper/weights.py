@@ -1,8 +1,8 @@
 """The weights of 8-bit attention: from scores to the operand of p · v, in registers.
 
-The sums of q · kᵀ leave a thread weights of keys 2j, 2j + 1, 2j + 8, 2j + 9, …, and the operand
-wants four neighbours a word. V's keys have the order in which these are neighbours (transpose.py),
-so no thread gives a weight away. Four weights are four conversions and no more.
+The sums of q · kᵀ leave a thread weights of keys 2j, 2j + 1, 2j + 8, 2j + 9, and the operand wants
+four neighbours a word. V's keys have the order in which these are neighbours (transpose.py), so no
+thread gives a weight away. Four weights are four conversions and no more.
 """
 
 from lessons.l09_flash_attention.hopper.transpose import sort_keys
@@ -48,7 +48,7 @@ def softmax_step(
     SCORES: gl.constexpr,
     SHIFT: gl.constexpr,
 ):
-    """As gluon_flash.softmax_step, but the weights are 2^SHIFT · p, float32 and in layout SCORES."""
+    """As gluon_flash.softmax_step, but the weights are 2^SHIFT · p, float32, in layout SCORES."""
     ROWS: gl.constexpr = scores.shape[0]
     BLOCK_N: gl.constexpr = scores.shape[1]
     if MASKED:

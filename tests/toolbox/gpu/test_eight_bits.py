@@ -40,19 +40,20 @@ def one_sum(a, b, c: float, types) -> float:
     return float(truncated(total, Fraction(2) ** (exponent(float(total), -126) - 13)))
 
 
-@pytest.mark.parametrize("types", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+@pytest.mark.parametrize("types", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")])
 @pytest.mark.parametrize("spread", [0.5, 6])  # of the exponents: sums of like, of very unlike terms
-def test_a_sum_of_8_bit_products(types, spread, seed):
+@pytest.mark.parametrize("middle", [0, -8, -15])  # of them: below are the subnormal numbers
+def test_a_sum_of_8_bit_products(types, spread, middle, seed):
     """Random codes, zeros and subnormal numbers among them, added to something and to nothing."""
     draw = np.random.default_rng(seed)
 
     def codes(shape, type_):
-        x = draw.standard_normal(shape) * 2.0 ** (draw.standard_normal(shape) * spread)
+        x = draw.standard_normal(shape) * 2.0 ** (middle + draw.standard_normal(shape) * spread)
         x[draw.random(shape) < 0.1] = 0
         return torch.tensor(x).clamp(-448, 448).to(FORMATS[type_][0]).float().numpy()
 
     a, b = codes((2, 5, 32), types[0]), codes((2, 32, 3), types[1])
-    c = (draw.standard_normal((2, 5, 3)) * 10.0 ** draw.integers(-3, 4, (2, 5, 3))).astype("f4")
+    c = (draw.standard_normal((2, 5, 3)) * 10.0 ** draw.integers(-13, 4, (2, 5, 3))).astype("f4")
     for start in (c, np.zeros_like(c)):
         found = product_in_14_bits(a, b, start, types)
         for g, m, n in np.ndindex(*found.shape):
