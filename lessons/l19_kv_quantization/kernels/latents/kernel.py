@@ -1,7 +1,8 @@
 """Decode over DeepSeek's latents in FP8, and the kernel that writes them.
 
 `coded_mla_kernel` is lesson 12's grouped_mla_kernel (few_heads.py) over the rows of naive.py, and
-each of its groups of channels has a scale. What is new is the arithmetic of decode.py, where a key has one scale. Here it has one for each group g of channels:
+each of its groups of channels has a scale. What is new is the arithmetic of decode.py, where a key
+has one scale. Here it has one for each group g of channels:
 
     q · number[n]         =  Σ_g scale[n, g] · (q_g · code_g[n])  +  q_pe · k_pe[n]
     Σ_n p[n] · number[n]  =  Σ_n (p[n] · scale[n, g]) · code_g[n]      in the columns of group g
