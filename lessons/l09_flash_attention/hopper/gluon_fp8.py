@@ -112,6 +112,7 @@ def store_rows(acc, m_i, l_i, CONSUMER: gl.constexpr, shared, start_m, SHIFT: gl
     """Outputs and log-sum-exps of a consumer's queries, from start_m on."""
     out_desc, lse_ptr, _rings, out_tiles, num_queries, _num_keys, _qk_scale, v_scale = shared
     ROW: gl.constexpr = m_i.type.layout
+    OUT: gl.constexpr = acc.type.layout
     ROWS: gl.constexpr = out_desc.block_type.shape[0]
     HEAD_DIM: gl.constexpr = out_desc.block_type.shape[1]
     l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)
@@ -122,7 +123,7 @@ def store_rows(acc, m_i, l_i, CONSUMER: gl.constexpr, shared, start_m, SHIFT: gl
     place = row.to(gl.int64) * gl.num_programs(0) + head
     gl.store(lse_ptr + place, lse, mask=row < num_queries)
     out_tile = out_tiles.index(CONSUMER)
-    out = columns_in_order(acc * column(v_scale / l_safe, acc.type.layout))
+    out = columns_in_order(acc * column(v_scale / l_safe, OUT))
     out_tile.store(out.to(out_desc.dtype))
     fence_async_shared()
     # TMA drops rows beyond the last
