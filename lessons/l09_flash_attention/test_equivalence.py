@@ -743,6 +743,8 @@ def test_every_configuration_compiles():
             pytest.skip(report.error)
         # one register too many with Triton 3.6, none with 3.7; float32 is for proofs
         spilled = 12 if report.name == "flash_fp32_64_causal" else 0
+        if report.name.startswith("descriptors") and report.chip == 100:
+            spilled = 68  # as checks/test_specialized.py has it
         assert report.spill_bytes <= spilled, report
         assert replace(report, spill_bytes=0).fits, report
         if report.name.startswith("flash_bf16"):

@@ -250,7 +250,7 @@ class Forwarded(Watched):
         except httpx.ReadTimeout:
             outcome = "late"  # it lives and works on this, so another one would do the work again
             wait_s = self.timeout.read
-            raise ApiError(504, f"the replica sent nothing for {wait_s} s") from None
+            raise ApiError(504, f"the replica sent nothing for {wait_s:g} s") from None
         except httpx.TransportError as error:
             if self.begun is not None:
                 outcome = "broken"
