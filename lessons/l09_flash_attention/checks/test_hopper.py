@@ -1,6 +1,7 @@
 """The Hopper kernel equals the oracle on a CPU and on a Hopper GPU; planted bugs are caught."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def test_hopper_kernel(length, head_dim, seed, proof, hopper_or_cpu):
         proof.record(flash_hopper_kernel, proved(*given, causal))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.sample(1, of="the Hopper kernel")
+def test_rings_of_three_tiles(head_dim, seed, proof, hopper_or_cpu):
+    """Lengths at which the rings come round, and do not end at their last tile."""
+    kernel = partial(hopper.flash_attention_hopper, stages=3)
+    for causal in (True, False):
+        given = inputs(140, 900, 2, 1, head_dim, seed=seed)
+        proof.record(flash_hopper_kernel, proved(*given, causal, kernel=kernel))
+
+
 @pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (1, 700), (5, 129), (200, 70), (300, 1)])
 @pytest.mark.sample(1, of="the Hopper kernel")
 def test_hopper_kernel_is_aligned_bottom_right(num_queries, num_keys, seed, proof, hopper_or_cpu):
@@ -88,6 +99,8 @@ def test_hopper_refuses_what_it_does_not_do():
         hopper.flash_attention_hopper(q, k.expand(4, 1, 64)[:, :, :], v.repeat(2, 1, 1)[::2])
     with pytest.raises(ValueError, match="float32"):
         hopper.flash_attention_hopper(q.float(), k.float(), v.float())
+    with pytest.raises(ValueError, match="stages: got 4; accepted: 2 or 3"):
+        hopper.flash_attention_hopper(q, k, v, stages=4)
 
 
 # ---------------------------------------------------------------- planted bugs
@@ -184,7 +197,7 @@ BUGS = {
         "            acc = warpgroup_mma_wait(1, deps=(adding,))\n",
         UNFINISHED,
     ),
-    "a ring of one buffer": ("STAGES=STAGES", "STAGES=1", WAITS),
+    "a ring of one buffer": ("STAGES=stages", "STAGES=1", WAITS),
     "the store starts before its tile is written": (
         STORED + FENCE + "    # TMA drops rows beyond the last\n" + SENT,
         SENT + STORED + FENCE,

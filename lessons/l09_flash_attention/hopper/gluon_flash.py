@@ -250,14 +250,21 @@ def flash_hopper_kernel(
 
 
 def flash_attention_hopper(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    stages: int = STAGES,
 ) -> tuple[Tensor, Tensor]:
     """One sequence, on a Hopper GPU or on a CPU that runs its code. q: [T, Hq, D], k, v: [Tk, Hkv,
     D] -> out: [T, Hq, D], lse: [T, Hq] float32.
 
-    bfloat16, dense, D 64 or 128. Raises ValueError.
+    bfloat16, dense, D 64 or 128. stages: tiles in a ring, 2 or 3. Raises ValueError.
     """
     check_launch(q, k, v, softmax_scale, causal, 9)
+    if stages not in (2, 3):  # four of 128 x 128 do not fit beside q
+        raise ValueError(f"stages: got {stages!r}; accepted: 2 or 3")
     num_heads, head_dim = q.shape[1:]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel():
@@ -274,7 +281,7 @@ def flash_attention_hopper(
                 scale * LOG2_E,
                 CAUSAL=causal,
                 GROUP=num_heads // k.shape[1],
-                STAGES=STAGES,
+                STAGES=stages,
                 CONSUMERS=CONSUMERS,
                 num_warps=NUM_WARPS,
             )

@@ -76,13 +76,18 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool):
     return lambda: flash_attention(q, k, v, starts, starts, causal=causal, max_seqlen_q=len(q))[0]
 
 
-@on_gpu
-def hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool):
-    if torch.cuda.get_device_capability(q.device)[0] != 9:
-        raise Unavailable("needs a Hopper GPU")
-    from lessons.l09_flash_attention.hopper.gluon_flash import flash_attention_hopper
+def hopper(stages: int):
+    """The provider whose rings have so many tiles."""
 
-    return lambda: flash_attention_hopper(q, k, v, causal=causal)[0]
+    @on_gpu
+    def provider(q: Tensor, k: Tensor, v: Tensor, causal: bool):
+        if torch.cuda.get_device_capability(q.device)[0] != 9:
+            raise Unavailable("needs a Hopper GPU")
+        from lessons.l09_flash_attention.hopper.gluon_flash import flash_attention_hopper
+
+        return lambda: flash_attention_hopper(q, k, v, causal=causal, stages=stages)[0]
+
+    return provider
 
 
 @on_gpu
@@ -114,7 +119,8 @@ PROVIDERS = {
     "CUDA C++ twin": ("naive", cuda),
     "flash_attention": ("optimized", flash),
     "Triton, split": ("optimized", split_loop),
-    "Hopper, Gluon": ("optimized", hopper),
+    "Hopper, Gluon": ("optimized", hopper(2)),
+    "Hopper, Gluon, rings of 3": ("optimized", hopper(3)),
     "tiles in PyTorch": ("optimized", tiles_in_pytorch),
     **{f"SDPA {name}": ("library", peers.sdpa(name)) for name in peers.BACKENDS},
     "FlexAttention": ("library", peers.flex),

@@ -1,4 +1,4 @@
-"""How long attention takes on an H200 by four kernels, from pointers to Gluon: predictions of the
+"""How long attention takes on an H200 by five kernels, from pointers to Gluon: predictions of the
 time model (`lessons.toolbox.profile`), not measurements.
 
     python -m lessons.l09_flash_attention.lab.specialized_times        (about 15 minutes)
@@ -34,14 +34,17 @@ KERNELS: dict[str, Callable] = {
     "descriptors": partial(flash_attention_specialized, tiles=EIGHT_WARPS),
     "specialised": partial(flash_attention_specialized, tiles=TILES[90][HEAD_DIM]),
     "Gluon": flash_attention_hopper,
+    "Gluon, three tiles": partial(flash_attention_hopper, stages=3),
 }
 ROOM = "lessons.l09_flash_attention"
 SPLIT = f"{ROOM}.hopper.specialized.triton_flash:flash_descriptor_kernel"
+HOPPER = f"{ROOM}.hopper.gluon_flash:flash_hopper_kernel"
 SOURCES = {
     "pointers": f"{ROOM}.optimized:flash_kernel",
     "descriptors": SPLIT,
     "specialised": SPLIT,
-    "Gluon": f"{ROOM}.hopper.gluon_flash:flash_hopper_kernel",
+    "Gluon": HOPPER,
+    "Gluon, three tiles": HOPPER,
 }
 
 
