@@ -172,3 +172,13 @@ def test_a_damaged_file_is_used_or_refused_in_one_line(tmp_path, request):
         found[use(folder)] += 1
         shutil.rmtree(folder)
     assert found["used"] and found["refused"], "both must happen, or nothing was tried"
+
+
+def test_a_panic_of_the_tokenizer_is_one_line(tmp_path):
+    """A name that no token has ends in a panic of Rust code, which is no Exception."""
+    new_checkpoint(tmp_path / "damaged")
+    file = tmp_path / "damaged" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["post_processor"]["single"][0]["SpecialToken"]["id"] = "../x"
+    file.write_text(json.dumps(content))
+    assert use(tmp_path / "damaged") == "refused"

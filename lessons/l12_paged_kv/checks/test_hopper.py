@@ -265,7 +265,7 @@ def shown_by(kernel, seed: int) -> None:
 @pytest.mark.sample(1)
 def test_a_planted_bug_is_caught(bug, tmp_path, seed, compiled_on_cpu, monkeypatch):
     old, new, said = BUGS[bug]
-    wrong = with_bug(gluon_mla, tiles, old, new, tmp_path).paged_mla_hopper_kernel
+    wrong = with_bug(gluon_mla, (tiles,), old, new, tmp_path).paged_mla_hopper_kernel
     monkeypatch.setattr(launch, "paged_mla_hopper_kernel", wrong)
     with pytest.raises(NotEquivalent) as caught:
         shown_by(paged_mla_hopper, seed)

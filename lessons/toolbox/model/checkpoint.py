@@ -287,5 +287,7 @@ def load_tokenizer(name_or_path: str | os.PathLike):
         # Some wrong values show only in use, and some only on characters that are rare.
         tokenizer.decode(tokenizer("def f(a):\n\treturn 0  # é 中 😀")["input_ids"])
         return tokenizer
-    except Exception as error:  # because the tokenizer library raises plain Exception
+    except BaseException as error:  # a panic of the library's Rust code is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
