@@ -4,10 +4,11 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from lessons.l09_flash_attention.naive import attention
-from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.measure.device import compiled_chip, default_device
 from lessons.toolbox.proof.numerics import NotEquivalent, attention_inputs, floor_for, prove
 
 DEVICE = default_device()
@@ -19,6 +20,29 @@ def inputs(
     """q: [num_queries, heads, head_dim]; k, v: [num_keys, kv_heads, head_dim], bfloat16."""
     sizes = num_queries, num_keys, heads, kv_heads, head_dim
     return attention_inputs(name, *sizes, dtype=torch.bfloat16, seed=seed, device=on)
+
+
+def need_chip(chip: int) -> None:
+    """Skip the test unless a GPU of this generation is here, or a CPU that may run its code."""
+    on_gpu = DEVICE.type == "cuda"
+    here = 10 * torch.cuda.get_device_capability()[0] if on_gpu else compiled_chip() or chip
+    if here != chip:
+        pytest.skip(f"NOT RUN: needs a GPU of compute capability {chip / 10}, or none")
+
+
+def need_no_gpu() -> None:
+    """Skip the test if a GPU is here, whose process a wrong kernel might end."""
+    if DEVICE.type == "cuda":
+        pytest.skip("NOT RUN: needs a process without a GPU")
+
+
+def check_lse(lse, exact) -> None:
+    """A log-sum-exp is held to 1e-5 · max(1, |exact|). Raises NotEquivalent."""
+    if not torch.equal(lse.isneginf(), exact.isneginf()):
+        raise NotEquivalent("E0", "the log-sum-exps differ in being -inf")
+    gap = ((lse - exact).abs() / exact.abs().clamp(min=1)).masked_fill(exact.isneginf(), 0).max()
+    if not gap <= 1e-5:
+        raise NotEquivalent("E2", f"log-sum-exp off by {gap:.2g}")
 
 
 def proved(q, k, v, causal, kernel, name="normal"):
@@ -36,12 +60,7 @@ def proved(q, k, v, causal, kernel, name="normal"):
 
     floor = floor_for(torch.bfloat16, name)
     errors = prove(run, lambda *given: oracle(*given)[0], (q, k, v), floor=floor)
-    lse, exact = last[1], oracle(*(x.double() for x in (q, k, v)))[1]
-    if not torch.equal(lse.isneginf(), exact.isneginf()):
-        raise NotEquivalent("E0", "the log-sum-exps differ in being -inf")
-    gap = ((lse - exact).abs() / exact.abs().clamp(min=1)).masked_fill(exact.isneginf(), 0).max()
-    if not gap <= 1e-5:
-        raise NotEquivalent("E2", f"log-sum-exp off by {gap:.2g}")
+    check_lse(last[1], oracle(*(x.double() for x in (q, k, v)))[1])
     return errors
 
 

@@ -7,7 +7,14 @@ import re
 import pytest
 import torch
 
-from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, proved, with_bug
+from lessons.l09_flash_attention.checks.gluon_cases import (
+    DEVICE,
+    inputs,
+    need_chip,
+    need_no_gpu,
+    proved,
+    with_bug,
+)
 from lessons.l09_flash_attention.hopper.blackwell import gluon_flash as blackwell
 from lessons.l09_flash_attention.hopper.blackwell import tiles
 from lessons.l09_flash_attention.hopper.blackwell.gluon_flash import flash_blackwell_kernel
@@ -16,7 +23,6 @@ from lessons.l09_flash_attention.lab import specs
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.gpu.gluon import on_the_machine
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import compiled_chip
 from lessons.toolbox.proof.numerics import ATTENTION_INPUTS, NotEquivalent
 
 LENGTHS = [1, 127, 128, 129, 255, 256, 257]
@@ -25,16 +31,12 @@ KERNEL = blackwell.flash_attention_blackwell
 
 @pytest.fixture
 def blackwell_or_cpu():
-    on_gpu = DEVICE.type == "cuda"
-    chip = 10 * torch.cuda.get_device_capability()[0] if on_gpu else compiled_chip() or 100
-    if chip != 100:
-        pytest.skip("NOT RUN: needs a GPU of compute capability 10.0, or none")
+    need_chip(100)
 
 
 @pytest.fixture
 def compiled_on_cpu(blackwell_or_cpu):
-    if DEVICE.type == "cuda":
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_no_gpu()
 
 
 # ---------------------------------------------------------------- equal to the oracle

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.checks.fp8_cases import KERNEL, of_different_sizes, proved
-from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs
+from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, need_chip, need_no_gpu
 from lessons.l09_flash_attention.hopper import rings
 from lessons.l09_flash_attention.hopper.gluon_fp8 import flash_fp8_hopper_kernel
 from lessons.l09_flash_attention.hopper.launch import tiles_of
@@ -16,7 +16,6 @@ from lessons.l09_flash_attention.naive import attention
 from lessons.toolbox.gpu.gluon import on_the_machine
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.kernels.kernel_hash import kernel_hash
-from lessons.toolbox.measure.device import machine_chip
 from lessons.toolbox.measure.hardware import lookup
 from lessons.toolbox.proof.numerics import (
     ATTENTION_INPUTS,
@@ -29,15 +28,12 @@ LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # a CPU takes a second for
 
 @pytest.fixture
 def hopper_or_cpu():
-    on_gpu = DEVICE.type == "cuda"
-    if (10 * torch.cuda.get_device_capability()[0] if on_gpu else machine_chip()) != 90:
-        pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+    need_chip(90)
 
 
 @pytest.fixture
 def compiled_on_cpu(hopper_or_cpu):
-    if DEVICE.type == "cuda":
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_no_gpu()
 
 
 # ---------------------------------------------------------------- equal to the twin

@@ -7,25 +7,27 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.checks.fp8_cases import KERNEL, of_different_sizes, proved
-from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, with_bug
+from lessons.l09_flash_attention.checks.gluon_cases import (
+    DEVICE,
+    inputs,
+    need_chip,
+    need_no_gpu,
+    with_bug,
+)
 from lessons.l09_flash_attention.hopper import gluon_fp8, rings, transpose, weights
 from lessons.l09_flash_attention.naive import attention
 from lessons.toolbox.gpu.faults import Fault
-from lessons.toolbox.measure.device import machine_chip
 from lessons.toolbox.proof.numerics import NotEquivalent
 
 
 @pytest.fixture
 def hopper_or_cpu():
-    on_gpu = DEVICE.type == "cuda"
-    if (10 * torch.cuda.get_device_capability()[0] if on_gpu else machine_chip()) != 90:
-        pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+    need_chip(90)
 
 
 @pytest.fixture
 def compiled_on_cpu(hopper_or_cpu):
-    if DEVICE.type == "cuda":
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_no_gpu()
 
 
 # ---------------------------------------------------------------- planted bugs

@@ -7,14 +7,19 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.checks import gluon_cases
-from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, with_bug
+from lessons.l09_flash_attention.checks.gluon_cases import (
+    DEVICE,
+    inputs,
+    need_chip,
+    need_no_gpu,
+    with_bug,
+)
 from lessons.l09_flash_attention.hopper import gluon_flash as hopper
 from lessons.l09_flash_attention.hopper import rings
 from lessons.l09_flash_attention.hopper.gluon_flash import flash_hopper_kernel
 from lessons.l09_flash_attention.lab import specs
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import machine_chip
 from lessons.toolbox.proof.numerics import ATTENTION_INPUTS, NotEquivalent
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
@@ -27,15 +32,12 @@ def proved(q, k, v, causal, kernel=hopper.flash_attention_hopper, name="normal")
 
 @pytest.fixture
 def hopper_or_cpu():
-    on_gpu = DEVICE.type == "cuda"
-    if (10 * torch.cuda.get_device_capability()[0] if on_gpu else machine_chip()) != 90:
-        pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+    need_chip(90)
 
 
 @pytest.fixture
 def compiled_on_cpu(hopper_or_cpu):
-    if DEVICE.type == "cuda":
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_no_gpu()
 
 
 # ---------------------------------------------------------------- equal to the oracle

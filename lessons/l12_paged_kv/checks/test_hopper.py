@@ -8,16 +8,15 @@ import re
 import pytest
 import torch
 
-from lessons.l09_flash_attention.checks.gluon_cases import with_bug
+from lessons.l09_flash_attention.checks.gluon_cases import need_chip, need_no_gpu, with_bug
 from lessons.l10_flash_decoding.splits import work_items
 from lessons.l12_paged_kv.kernels.hopper import gluon_mla, launch, tiles
 from lessons.l12_paged_kv.kernels.hopper.gluon_mla import paged_mla_hopper_kernel
 from lessons.l12_paged_kv.kernels.hopper.launch import paged_mla_hopper
 from lessons.l12_paged_kv.lab import specs
-from lessons.l12_paged_kv.lab.testing import DEVICE, decoded, paged
+from lessons.l12_paged_kv.lab.testing import decoded, paged
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import machine_chip
 from lessons.toolbox.proof.numerics import NotEquivalent, floor_for, prove
 
 SCALE = 0.1
@@ -25,15 +24,12 @@ SCALE = 0.1
 
 @pytest.fixture
 def hopper_or_cpu():
-    on_gpu = DEVICE.type == "cuda"
-    if (10 * torch.cuda.get_device_capability()[0] if on_gpu else machine_chip()) != 90:
-        pytest.skip("NOT RUN: needs a GPU of compute capability 9.0, or none")
+    need_chip(90)
 
 
 @pytest.fixture
 def compiled_on_cpu(hopper_or_cpu):
-    if DEVICE.type == "cuda":
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_no_gpu()
 
 
 def inputs_of(lengths, seed, block_size=64, heads=16, rank=128, kind="normal"):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from lessons.l09_flash_attention.checks.gluon_cases import with_bug
+from lessons.l09_flash_attention.checks.gluon_cases import need_chip, need_no_gpu, with_bug
 from lessons.l09_flash_attention.hopper.blackwell import tiles
 from lessons.l18_weight_quantization.methods.nvfp4 import to_nvfp4
 from lessons.l18_weight_quantization.weights import Mxfp4Weight
@@ -31,22 +31,17 @@ from lessons.l19_kv_quantization.checks.block_scaled_cases import (
 from lessons.l19_kv_quantization.lab import block_scaled_picture as picture
 from lessons.toolbox.draw.figure import overlapping_texts, texts_outside
 from lessons.toolbox.gpu.faults import Fault
-from lessons.toolbox.measure.device import compiled_chip
 from lessons.toolbox.proof.numerics import NotEquivalent
 
 
 @pytest.fixture
 def blackwell_or_cpu():
-    on_gpu = DEVICE.type == "cuda"
-    chip = 10 * torch.cuda.get_device_capability()[0] if on_gpu else compiled_chip() or 100
-    if chip != 100:
-        pytest.skip("NOT RUN: needs a GPU of compute capability 10.0, or none")
+    need_chip(100)
 
 
 @pytest.fixture
 def compiled_on_cpu(blackwell_or_cpu):
-    if DEVICE.type == "cuda":
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_no_gpu()
 
 
 # ---------------------------------------------------------------- operands

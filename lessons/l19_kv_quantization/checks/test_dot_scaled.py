@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from lessons.l09_flash_attention.checks.gluon_cases import need_chip, need_no_gpu
 from lessons.l19_kv_quantization.activations.block_scaled.dot_scaled import dot_scaled_kernel
 from lessons.l19_kv_quantization.activations.block_scaled.operands import BlockScaled
 from lessons.l19_kv_quantization.checks.block_scaled_cases import (
-    DEVICE,
     MXFP4,
     NVFP4,
     hold,
@@ -20,13 +20,12 @@ from lessons.l19_kv_quantization.lab import block_scaled as lab
 from lessons.l19_kv_quantization.lab import block_scaled_specs
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.kernels.compile_check import check_all
-from lessons.toolbox.measure.device import compiled_chip
 
 
 @pytest.fixture
 def compiled_on_cpu():
-    if DEVICE.type == "cuda" or compiled_chip() not in (None, 100):
-        pytest.skip("NOT RUN: needs a process without a GPU")
+    need_chip(100)
+    need_no_gpu()
 
 
 def by_dot_scaled(a: BlockScaled, b: BlockScaled, block_n: int, num_stages: int) -> torch.Tensor:
