@@ -194,8 +194,8 @@ BUGS = {
     "a turn is longer": (".clamp(0, size)", ".clamp(min=0)"),
     "gathered rank after rank": ("turns.movedim(0, 2)", "turns.movedim(0, 1)"),
     "a prompt reads its neighbour's blocks": (
-        "first = (counts.cumsum(0) - counts) * size",
-        "first = counts.cumsum(0) * 0",
+        "list(accumulate(counts[:-1], initial=0))",
+        "[0] * len(counts)",
     ),
     "whole lengths over a share": (
         "lens, most = batch.share.own_lens[: len(q)]",

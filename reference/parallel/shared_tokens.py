@@ -17,7 +17,7 @@ so a rank's slots are filled from the front, whatever the length. A step attends
                      gather the tokens of its blocks, and each attends with its own heads alone.
 
 All that a rank does with slots and lengths is arithmetic on whole tensors, so a CUDA graph can hold
-the first way. The second asks once a step how long the prompts are.
+the first way. The second asks how long the prompts are, which Python knows.
 
 Sources: vLLM, decode_context_parallel_size and cp_kv_cache_interleave_size; Helix Parallelism
 (Bhatia et al. 2025).
@@ -26,12 +26,13 @@ Sources: vLLM, decode_context_parallel_size and cp_kv_cache_interleave_size; Hel
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend
-from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l08_online_softmax.naive import finish, from_scores, wide
@@ -126,12 +127,13 @@ def over_whole_blocks(batch: Batch, block_tokens: int, size: int) -> tuple[Tenso
     """The blocks of a step's sequences: [W] int64, one sequence after the other; and the step with
     tables into `TokenShare.whole` of them. block_tokens: V; size: P.
     """
-    counts = -(-batch.context_lens // block_tokens)
-    place = torch.arange(batch.block_table.shape[1], device=counts.device)
-    blocks = batch.block_table[place < counts[:, None]].long()
-    first = (counts.cumsum(0) - counts) * size
+    table, device = batch.block_table, batch.block_table.device
+    counts = [-(-context_len // block_tokens) for _, context_len in sequences(batch)]
+    owned = [(b, place) for b, count in enumerate(counts) for place in range(count)]
+    blocks = table[tuple(torch.tensor(owned, device=device).unbind(1))].long()
+    first = torch.tensor(list(accumulate(counts[:-1], initial=0)), device=device) * size
     # What follows a sequence's blocks here is another's, or none: it is not read.
-    table = first[:, None] + torch.arange(len(place) * size, device=counts.device)
+    table = first[:, None] + torch.arange(table.shape[1] * size, device=device)
     nothing = work_list([], block_tokens // size, [])  # because no single query comes this way
     return blocks, replace(batch, block_table=table.int(), work_list=nothing)
 
@@ -185,7 +187,7 @@ def sharing(ops: AttentionOps, share: TokenShare, states: States, block_tokens: 
         everyone = group.all_gather(q, dim=1)  # [B, P · H, D]
         # The sequences that run one token are in front.
         lens, most = batch.share.own_lens[: len(q)], share.most(batch.max_context_len)
-        own = replace(batch, context_lens=lens, max_context_len=most)
+        own = replace(batch, context_lens=lens, max_context_len=most, lengths=None)
         out, lse = states(everyone, k_cache, v_cache, own, softmax_scale)
         return merged(out.transpose(0, 1), lse.T, group).transpose(0, 1).to(q.dtype)
 
