@@ -78,6 +78,7 @@ class PagedLatentPool(AbsorbedPool):
             max_seqlen_q=len(q),
             max_context_len=length,
             block_table=None,
+            lengths=((len(q), length),),
         )
         return self.ops.prefill(q, k, v, one, self.config.softmax_scale, None)
 
