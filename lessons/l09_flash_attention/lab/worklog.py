@@ -2,8 +2,8 @@
 
     python -m lessons.l09_flash_attention.lab.worklog
 
-writes results/counted/l09_worklog.json and worklog/versions.svg. No GPU is needed, and nothing is
-timed: see lessons/PROFILING.md.
+writes results/counted/l09_worklog.json, which pictures.py draws as worklog/versions.svg. No GPU is
+needed, and nothing is timed: see lessons/PROFILING.md.
 """
 
 import json
@@ -18,7 +18,6 @@ from lessons.toolbox.draw.figure import (
     ClassFigure,
     frame,
     number,
-    save_svg,
     style,
 )
 from lessons.toolbox.gpu.another_process import call
@@ -73,8 +72,11 @@ def row(name: str, found: dict) -> str:
 
 
 @style()
-def draw(record: dict) -> ClassFigure:
-    """Bars: microseconds at the least, by version and part of the chip, on a logarithmic axis."""
+def draw(record: dict | None = None) -> ClassFigure:
+    """Bars: microseconds at the least, by version and part of the chip, on a logarithmic axis. None:
+    of the committed record.
+    """
+    record = record or json.loads(RECORD.read_text(encoding="utf-8"))
     worst = {name: max(found["floors_s"].values()) for name, found in record.items()}
     first, last = worst["naive"], worst["pipelined"]
     fig, ax = frame(
@@ -98,7 +100,6 @@ def draw(record: dict) -> ClassFigure:
 def main() -> None:
     record = {name: call(f"{__spec__.name}:counted", name, chip=90) for name in VERSIONS}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    save_svg(draw(record), SVG, alt=ALT)
     print("\n".join(row(name, found) for name, found in record.items()))
 
 
