@@ -38,7 +38,8 @@ def page(name: str, after: str = "") -> str:
     """A page: its heading, and what moves."""
     lines = (PAGES / f"{name}.md").read_text(encoding="utf-8").splitlines()
     moving = "\n".join(line for line in lines if line.startswith("<"))
-    return framed(title(name), f"{moving}\n<script>{after}</script>")
+    last = f"addEventListener('DOMContentLoaded', () => {{ {after} }});" if after else ""
+    return framed(title(name), f"{moving}\n<script>{last}</script>")
 
 
 def title(name: str) -> str:
