@@ -19,7 +19,7 @@ STATIC = PAGES.parent / "static/playground"
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 # of the front page: page -> (where its sliders are, width and height in pixels)
-PICTURES = {"roofline": ("", (780, 1010)), "speculation": ("", (780, 880))}
+PICTURES = {"roofline": ("", (780, 930)), "speculation": ("", (780, 820))}
 BODY = "body { font: 16px/1.5 'DejaVu Sans', sans-serif; max-width: 46em; margin: 1em auto; }"
 
 
