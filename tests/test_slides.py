@@ -15,6 +15,7 @@ from lessons.toolbox.measure.device import has_triton
 from reference.bench import slides
 from reference.bench.class_texts import aims_of, first_question, numbers, plan_of, title_of
 from reference.bench.deck import SLIDE_PIXELS, Deck, page, save_slide, words
+from tests.course_rules import committed_files
 
 ROOT = Path(slides.__file__).parents[2]
 
@@ -66,6 +67,14 @@ def test_every_picture_of_a_room_is_a_slide(room, tmp_path):
         slides.draw_pictures(room, deck)
     drawn = [slide.file.removeprefix(f"{room.name}_").removesuffix(".png") for slide in deck.slides]
     assert sorted(drawn) == sorted(wanted)
+
+
+def test_no_picture_shows_the_formula_of_a_number():
+    """As a logarithmic axis does whose numbers are Matplotlib's own: use log_axis."""
+    pictures = committed_files(ROOT, ".svg")
+    assert len(pictures) > 150
+    for picture in pictures:
+        assert "mathdefault" not in picture.read_text(encoding="utf-8"), picture
 
 
 def text_of(out: Path) -> str:

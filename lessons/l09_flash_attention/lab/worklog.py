@@ -17,6 +17,7 @@ from lessons.toolbox.draw.figure import (
     PALETTE,
     ClassFigure,
     frame,
+    log_axis,
     number,
     style,
 )
@@ -89,7 +90,7 @@ def draw(record: dict | None = None) -> ClassFigure:
         at = [k + 0.2 * (i - 1.5) for k in range(len(record))]
         times = [1e6 * found["floors_s"][part] for found in record.values()]
         ax.barh(at, times, 0.2, color=PALETTE[i], hatch=HATCHES[i], edgecolor="white", label=part)
-    ax.set_xscale("log")
+    log_axis(ax.xaxis, 0.05, 1.2e6 * first)
     ax.set_yticks(range(len(record)), list(record))
     ax.invert_yaxis()
     ax.set_xlabel("time at the least (µs)")
