@@ -12,6 +12,7 @@ from lessons.l12_paged_kv.kernels import few_heads, latents
 from lessons.l12_paged_kv.kernels.few_heads import grouped_mla_kernel, is_grouped
 from lessons.l12_paged_kv.kernels.latents import paged_mla_decode
 from lessons.l12_paged_kv.lab.testing import decoded, paged
+from lessons.toolbox.proof.inputs import apart
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
@@ -19,11 +20,14 @@ RANK, ROPE, SCALE = 128, 64, 0.15
 
 
 def inputs_of(lengths, seed, *, heads=5, block_size=16, rank=RANK, dtype=torch.bfloat16):
-    """q, latents, table, lengths; pages in random order, rows without a token are NaN."""
+    """q, latents, table, lengths; pages in random order, rows without a token are NaN. Every
+    tensor has gaps of its own.
+    """
     sizes = heads, 1, rank + ROPE, 1
     q, rows, _, table, lens = paged(
         lengths, block_size=block_size, heads=sizes, dtype=dtype, seed=seed
     ).decode
+    q, table = apart(q, table)
     return q, rows[:, :, 0], table, lens
 
 

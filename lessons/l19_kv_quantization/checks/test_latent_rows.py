@@ -19,6 +19,7 @@ from lessons.l19_kv_quantization.kernels.latents.optimized import coded_mla_deco
 from lessons.l19_kv_quantization.lab import latent_rows
 from lessons.l19_kv_quantization.lab.testing import skip_where
 from lessons.l19_kv_quantization.optimized import writes_e4m3
+from lessons.toolbox.proof.inputs import apart
 from lessons.toolbox.proof.numerics import Errors, NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
@@ -28,7 +29,8 @@ SCALE = 0.2
 
 def coded(lengths, *, rank, rope, dtype, block_size, seed, heads=5, factors=(1.0,)):
     """(q, rows, table, lens) and their format, pages in random order. Each group of a latent is as
-    large as `factors` say in turn. Rows that hold no token have NaN codes, scales and values.
+    large as `factors` say in turn. Rows that hold no token have NaN codes, scales and values. Every
+    tensor has gaps of its own.
     """
     sizes = heads, 1, rank + rope, 1
     inputs = paged(lengths, block_size=block_size, heads=sizes, dtype=dtype, seed=seed).decode
@@ -41,6 +43,7 @@ def coded(lengths, *, rank, rope, dtype, block_size, seed, heads=5, factors=(1.0
     written = latents.isfinite().all(-1, keepdim=True)
     rows = format.quantize(torch.where(written, latents, 0.0))
     rows[~written[..., 0]] = 0xFF
+    q, rows, table = apart(q, rows, table)  # rows by 16 bytes
     return (q, rows, table, lens), format
 
 
