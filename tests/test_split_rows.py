@@ -61,6 +61,7 @@ BESIDE = [
     "LoRA",
     "int8",
     "AWQ",
+    "W8A8",
     "MXFP4",
     "draft",
     "ngram",
