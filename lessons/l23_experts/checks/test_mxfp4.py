@@ -157,6 +157,13 @@ def test_nothing_is_written_beside_the_results(seed):
     assert len(checks) == 5 and out.isfinite().all()
 
 
+def test_nothing_beside_the_operands_is_read(seed):
+    """Nor where a tile has more rows or columns than are left."""
+    tiles = Tiles(16, 64, 64, num_warps=4, num_stages=2)
+    with in_bounds():
+        small(*problem(routes(UNEVEN), 4, 160, 96, seed), tiles=tiles)
+
+
 def test_no_tokens(seed):
     x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
     assert small(x[:0], weights[:0], chosen[:0], *stacks).shape == (0, 96)
