@@ -196,7 +196,7 @@ def test_copies_have_to_fill_the_ranks(tmp_path):
 
 TOGETHER = [
     *("LoRA", "structured", "n > 1", "draft", "parallel draft", "suffix", "async", "swap"),
-    *("int8", "FP8", "MXFP4", "GPTQ", "AWQ", "int4 KV", "prefix cache", "chunked prefill"),
+    *("int8", "FP8", "MXFP4", "W4A8", "GPTQ", "AWQ", "int4 KV", "prefix cache", "chunked prefill"),
 ]
 
 

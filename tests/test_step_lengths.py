@@ -1,5 +1,5 @@
-"""A step asks its device for no length: Python put it together, so it knows all of them. On the meta
-device tensors have no values, and whatever would read one raises.
+"""A step asks its device for no length: Python put it together, so it knows all of them. On the
+meta device tensors have no values, and whatever would read one raises.
 """
 
 from dataclasses import replace

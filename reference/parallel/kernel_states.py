@@ -1,5 +1,5 @@
-"""What a GPU's kernel finds for single queries among the tokens of one rank, with its log-sum-exp, so
-that parts of several ranks can be merged (shared_tokens.py).
+"""What a GPU's kernel finds for single queries among the tokens of one rank, with its log-sum-exp,
+so that parts of several ranks can be merged (shared_tokens.py).
 """
 
 from torch import Tensor

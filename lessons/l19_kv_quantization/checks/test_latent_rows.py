@@ -199,11 +199,11 @@ def test_rows_are_written_as_pytorch_writes_them(dtype, seed, proof):
     """Bit for bit, with zeros, NaN and infinity; what no slot is for is not touched."""
     skip_where("fp8", writes_e4m3)
     torch.manual_seed(seed)
-    format = LatentRows(256, 32, dtype)
-    x = torch.randn(7, 288, device=DEVICE).to(dtype)
+    format = LatentRows(256, 24, dtype)
+    x = torch.randn(7, 280, device=DEVICE).to(dtype)
     x[1], x[2, 3], x[3, 200] = 0, torch.nan, torch.inf
     rows = torch.full((9, format.row_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
-    x, rows = apart(x, rows)
+    (x,) = apart(x)
     slots = torch.tensor([8, 0, 3, 5, -1, 1, 2], device=DEVICE)
     write_rows(format, x, rows, slots)
     want = torch.full_like(rows, 0xFF)

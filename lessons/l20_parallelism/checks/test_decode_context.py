@@ -169,7 +169,8 @@ BUGS = {
     "keys are not rotated to their places": ("q, k = rotate(q), rotate(k)",
                                              "q, k = rotate(q), k"),
     "sinks of another rank": ("first = group.rank * len(out)", "first = 0"),
-    "a sink on every rank": ("seen - sinks.to", "seen - torch.log(torch.tensor(group.size)) - sinks.to"),
+    "a sink on every rank": ("seen - sinks.to",
+                             "seen - torch.log(torch.tensor(group.size)) - sinks.to"),
     "v of the first token again": ("self.values[layer], v[is_mine])",
                                    "self.values[layer], v[:1].expand(int(is_mine.sum()), -1, -1))"),
 }  # fmt: skip
