@@ -8,14 +8,13 @@ lessons/PROFILING.md. A sample of the programs runs, so the sort runs in PyTorch
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from lessons.l18_weight_quantization.weights import MXFP4_BLOCK, TILE
-from lessons.l23_experts import align, optimized
+from lessons.l23_experts import optimized
+from lessons.l23_experts.lab.sampled import profiled
 from lessons.l23_experts.more import fp8, mxfp4
 from lessons.toolbox.gpu.another_process import call
 
@@ -39,7 +38,7 @@ def stacks(form: str) -> tuple:
     for rows, columns, parts in ((2 * inner, size, 2), (size, inner, 1)):
         if kind == "mxfp4":
             codes = zeros(rows, columns // 2, dtype=torch.uint8)
-            exponents = zeros(rows, columns // MXFP4_BLOCK, dtype=torch.uint8)
+            exponents = zeros(columns // MXFP4_BLOCK, rows, dtype=torch.uint8)
             found.append(mxfp4.Stack(codes, exponents, zeros(rows, dtype=torch.bfloat16)))
         elif kind == "fp8":
             tiles = parts * -(-rows // parts // TILE), -(-columns // TILE)
@@ -48,18 +47,6 @@ def stacks(form: str) -> tuple:
         else:
             found.append(zeros(rows, columns, dtype=torch.bfloat16))
     return tuple(found)
-
-
-def profiled(run: Callable) -> list:
-    """Profiles of what `run` launches."""
-    from lessons.toolbox.profile.points import profiled_sample
-
-    with (
-        mock.patch.object(optimized, "align", align.align),
-        mock.patch.object(mxfp4, "align", align.align),
-        mock.patch.object(fp8, "align", align.align),
-    ):
-        return profiled_sample(run)
 
 
 def predicted(form: str, num_tokens: int) -> dict:
@@ -72,7 +59,7 @@ def predicted(form: str, num_tokens: int) -> dict:
     x, chosen = torch.zeros(num_tokens, size, dtype=torch.bfloat16), scores.topk(top_k).indices
     ops = {"mxfp4": mxfp4, "fp8": fp8}.get(kind, optimized)
     kernels = []
-    for profile in profiled(lambda: ops.expert_rows(x, chosen, *stacks(form))):
+    for profile in profiled(lambda: ops.expert_rows(x, chosen, *stacks(form)), ops):
         guess = predict(profile)
         found = {"name": profile.kernel.name, "predicted_s": float(guess.seconds)}
         kernels.append(found | {"limit": guess.limit, **profile.assembled})

@@ -86,7 +86,8 @@ def mxfp4_spec(kernel: str, tiles: mxfp4.Tiles) -> KernelSpec:
         name=f"mxfp4_{kernel}_m{tiles.block_m}",
         signature={
             **dict.fromkeys(pointers, "*bf16"),
-            **dict.fromkeys(("codes_ptr", "exponents_ptr"), "*u8"),
+            "words_ptr": "*i32",
+            "exponents_ptr": "*u8",
             **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
             **dict.fromkeys(("num_pairs", *counts), "i32"),
         },
