@@ -145,9 +145,12 @@ def stored_as(weights: str, family: str) -> tuple[str, str | None]:
     if weights in ("plain", "int8", "int4", "FP8", "MXFP4"):
         return str(folder), None if weights == "plain" else weights.lower()
     out = FOLDER / f"{family}-{weights}"
-    if weights == "GGUF":
-        out = out.with_suffix(".gguf")
-        assert quantize(["--model", str(folder), "--out", str(out), "--method", "q8_0"]) == 0
+    kinds = {"GGUF": ["q8_0"], "W8A8": ["int8", "--activations", "int8"]}
+    kinds["W4A8"] = ["int4", "--activations", "int8"]
+    if weights in kinds:
+        out = out.with_suffix(".gguf") if weights == "GGUF" else out
+        where = ["--model", str(folder), "--out", str(out)]
+        assert quantize([*where, "--method", *kinds[weights]]) == 0
     else:
         model = load_model(folder, "cpu", torch.float32)
         codes = quantize_model(model, "int4", None, Settings(group_size=32))
@@ -163,7 +166,7 @@ def model_of(weights: str, family: str) -> Decoder:
 
 # ---------------------------------------------------------------- what a set of features asks for
 
-STORED = ("AWQ", "GPTQ", "GGUF")  # weights that a checkpoint has in fewer bits
+STORED = ("W8A8", "W4A8", "AWQ", "GPTQ", "GGUF")  # weights that a checkpoint has in fewer bits
 WEIGHTS = ("int8", "int4", "FP8", "MXFP4", *STORED)
 # feature -> arguments of the engine; of several the later ones win
 ARGUMENTS = {
@@ -418,6 +421,8 @@ def expected(meanings: frozenset) -> list[list[list[int]]]:
     family, prompts = family_of(meanings), prompts_of(meanings)
     if meanings & (CODES | {"structured", "beams", "n > 1"}):
         return serve_alone(meanings)
+    if "LoRA" in meanings and meanings & {"W8A8", "W4A8"}:
+        return serve_alone(meanings)  # a matrix that rounds what it receives merges with none
     model = model_of(weights_of(meanings), family)
     adapted = merged(model, adapter_of(family)[1]) if "LoRA" in meanings else model
     return [

@@ -70,6 +70,7 @@ BESIDE = [
     "LoRA",
     "int8",
     "AWQ",
+    "W8A8",
     "MXFP4",
     "draft",
     "ngram",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # group -> its features
 GROUPS = {
-    "weights": ("int8", "int4", "FP8", "MXFP4", "AWQ", "GPTQ", "GGUF"),
+    "weights": ("int8", "int4", "FP8", "MXFP4", "W8A8", "W4A8", "AWQ", "GPTQ", "GGUF"),
     "K and V": ("fp8 KV", "int8 KV", "int4 KV", "fp8_ds_mla KV"),
     "drafts": ("draft", "parallel draft", "ngram", "suffix"),
     "heads": ("medusa", "eagle", "mtp"),

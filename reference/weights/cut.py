@@ -30,6 +30,7 @@ from lessons.l18_weight_quantization.weights import (
 )
 from lessons.l19_kv_quantization.activations.rotations import RotatedInput, RotatedOutput
 from lessons.l20_parallelism.optimized import finish, new_part, own_slices
+from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
 from reference.checkpoints.gguf.gguf_linear import GgufEmbedding
 from reference.checkpoints.inputs import Rounding
@@ -175,7 +176,7 @@ def shard_quantized(
             of_part = rotated_part(name, layer, part.get_submodule(name), own, device)
             kept.add(f"{name}.linear")
         elif isinstance(layer, QuantizedLinear):
-            of_part = quantized_part(name, layer, own, device, multiply)
+            of_part = quantized_part(name, layer, own, links.tensor, device, multiply)
         else:
             continue
         part.set_submodule(name, of_part)
@@ -187,27 +188,21 @@ def shard_quantized(
 
 
 def quantized_part(
-    name: str, layer: QuantizedLinear, own: Callable, device: torch.device, multiply
+    name: str, layer: QuantizedLinear, own: Callable, shards: Group, device: torch.device, multiply
 ) -> QuantizedLinear:
-    """This rank's part of a layer. own(name, shape): its slices of a tensor. Others:
-    shard_quantized's. Raises ValueError.
+    """This rank's part of a layer. own(name, shape): its slices of a tensor. shards: the ranks that
+    have the others. Others: shard_quantized's. Raises ValueError.
     """
     shape, product = layer.quantized.shape, layer.multiply
     slices = own(f"{name}.weight", shape)
-    is_noted = isinstance(product, Noted)
-    if is_noted and product.rounding.scale is None and slices[1] != slice(0, shape[1]):
-        raise ValueError(
-            f"input_activations of {name}: got a scale for each token; accepted: scales found "
-            "beforehand where a layer's inputs are in several parts, because a token's scale "
-            "belongs to all of them"
-        )
     try:
         codes = cut(layer.quantized, *slices).to(device)
     except ValueError as error:
         raise ValueError(f"{name} in parts: {error}") from None
-    if is_noted:
-        rounding, numbers = product.rounding.to(device), product.multiply
-        codes, product = rounded_product(codes, rounding, multiply or numbers)
+    if isinstance(product, Noted):
+        rounding, numbers = product.rounding.to(device), multiply or product.multiply
+        ranks = None if slices[1] == slice(0, shape[1]) else shards
+        codes, product = rounded_product(codes, rounding, numbers, ranks)
     else:
         product = multiply or product
     bias = layer.bias
@@ -230,10 +225,10 @@ def rotated_part(
     shape, is_input = (layer.out_features, layer.in_features), isinstance(layer, RotatedInput)
     mine, together = own(f"{name}.weight", shape)[is_input], layer.rotate.n
     if mine.start % together or mine.stop % together:
-        side = "inputs" if is_input else "outputs"
+        side, whose = "inputs" if is_input else "outputs", name.replace(".linear", "")
         raise ValueError(
-            f"transform_config of {name.replace('.linear', '')}: got {together} {side} that are rotated together, of "
-            f"which a part has those from {mine.start} to {mine.stop}; accepted: parts that have "
-            "all of them"
+            f"transform_config of {whose}: got {together} {side} that are rotated together, and a "
+            f"part with those from {mine.start} to {mine.stop}; accepted: parts that have all of "
+            "them"
         )
     return type(layer)(linear, layer.rotate.to(device))

@@ -21,10 +21,12 @@ import os
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lessons.toolbox.command import OneLineParser, run_command
@@ -114,7 +116,9 @@ def larger() -> Iterator[Point]:
 
 
 def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> list:
-    """Profiles of a sample of a call's programs. together: as in `counting`."""
+    """Profiles of a sample of a call's programs. together: as in `counting`. Warns where the sample
+    may say nothing about most of a grid.
+    """
     from lessons.toolbox.gpu.arguments import WATCHERS
     from lessons.toolbox.gpu.counters import counting
     from lessons.toolbox.measure.hardware import lookup
@@ -127,7 +131,31 @@ def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> lis
             call()
     finally:
         WATCHERS.remove(seen.append)
+    for launch in seen:
+        if launch.ran < launch.programs and is_one_index(launch.grid, launch.counts.programs):
+            warnings.warn(
+                f"{launch.kernel.name}: after the first, the {launch.ran} programs of the sample "
+                f"have one index in a dimension of the grid {launch.grid}, so they say nothing "
+                "about others",
+                stacklevel=2,
+            )
     return profiles(seen, lookup(gpu))
+
+
+def is_one_index(grid: tuple[int, int, int], programs: np.ndarray) -> bool:
+    """Whether programs, but for the first, share their index in a dimension that another follows:
+    equal distances may fit a whole number of times into it.
+
+    example: grid (4, 5, 1), programs 0, 3, 7, 11, 15, 19 -> True, because all but 0 have index 3
+    """
+    if len(programs) < 4:
+        return False
+    rest = programs[1:]
+    for size, following in ((grid[0], grid[1] * grid[2]), (grid[1], grid[2])):
+        if size > 1 and following > 1 and len(np.unique(rest % size)) == 1:
+            return True
+        rest = rest // size
+    return False
 
 
 def predicted() -> Iterator[dict]:
