@@ -132,30 +132,23 @@ def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> lis
     finally:
         WATCHERS.remove(seen.append)
     for launch in seen:
-        if launch.ran < launch.programs and is_one_index(launch.grid, launch.counts.programs):
+        if is_one_index(launch.grid, launch.counts.programs):
             warnings.warn(
                 f"{launch.kernel.name}: after the first, the {launch.ran} programs of the sample "
-                f"have one index in a dimension of the grid {launch.grid}, so they say nothing "
-                "about others",
+                f"have one index in the first dimension of the grid {launch.grid}, so they say "
+                "nothing about others",
                 stacklevel=2,
             )
     return profiles(seen, lookup(gpu))
 
 
 def is_one_index(grid: tuple[int, int, int], programs: np.ndarray) -> bool:
-    """Whether programs, but for the first, share their index in a dimension that another follows:
-    equal distances may fit a whole number of times into it.
+    """Whether programs, but for the first, share their index in the grid's first dimension: equal
+    distances may be as long as it is, or a few times as long.
 
     example: grid (4, 5, 1), programs 0, 3, 7, 11, 15, 19 -> True, because all but 0 have index 3
     """
-    if len(programs) < 4:
-        return False
-    rest = programs[1:]
-    for size, following in ((grid[0], grid[1] * grid[2]), (grid[1], grid[2])):
-        if size > 1 and following > 1 and len(np.unique(rest % size)) == 1:
-            return True
-        rest = rest // size
-    return False
+    return grid[0] > 1 and len(programs) > 3 and len(np.unique(programs[1:] % grid[0])) == 1
 
 
 def predicted() -> Iterator[dict]:
