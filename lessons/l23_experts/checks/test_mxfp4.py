@@ -9,13 +9,9 @@ from lessons.l18_weight_quantization.weights import E2M1_VALUES, MXFP4_BLOCK, Mx
 from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, random_routes, routes
 from lessons.l23_experts.lab.testing import assert_same_in_any_company
-from lessons.l23_experts.more import mxfp4, naive_mxfp4
-from lessons.l23_experts.more.mxfp4 import (
-    Stack,
-    Tiles,
-    mxfp4_down_kernel,
-    mxfp4_gate_up_kernel,
-)
+from lessons.l23_experts.more import mxfp4, mxfp4_kernels, naive_mxfp4
+from lessons.l23_experts.more.mxfp4 import Stack, Tiles
+from lessons.l23_experts.more.mxfp4_kernels import mxfp4_down_kernel, mxfp4_gate_up_kernel
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.proof.numerics import assert_same_bits, draw, prove
@@ -94,11 +90,17 @@ def test_shapes(num_tokens, top_k, num_experts, size, inner, seed, proof):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("rows", list(mxfp4.TILES))
-def test_the_tiles_of_a_gpu(rows, seed, proof):
+@pytest.mark.parametrize("tiles", [mxfp4.FEW, mxfp4.MIDDLE, mxfp4.TALL])
+def test_the_tiles_of_a_gpu(tiles, seed, proof):
     inputs = problem(random_routes(20, 2, 2), 2, 160, 96, seed)
-    tiles = mxfp4.TILES[rows]
     record(proof, prove(lambda *a: small(*a, tiles=tiles), naive, inputs))
+
+
+def test_tiles_are_as_tall_as_an_expert_has_rows():
+    x = torch.empty(1, 32)
+    assert [mxfp4.tiles_for(x, rows).block_m for rows in (0.5, 8, 9, 32, 33, 4096)] == [
+        16, 16, 64, 64, 128, 128,
+    ]  # fmt: skip
 
 
 def test_a_block_of_nan_makes_its_outputs_nan(seed, proof):
@@ -132,7 +134,7 @@ def every_number(module):
         words.to(DEVICE), exponents.to(DEVICE), out,
         UNPACKED=module.unpacked, POWER=module.power_of_two, num_warps=4,
     )  # fmt: skip
-    order = mxfp4.interleaved(torch.arange(32)[None])[0]
+    order = mxfp4_kernels.interleaved(torch.arange(32)[None])[0]
     return torch.empty(256, 32, dtype=torch.float64).index_copy_(1, order, out.cpu().double())
 
 
@@ -140,13 +142,13 @@ def test_every_code_with_every_exponent(tmp_path):
     """All 16 · 256 pairs are what lesson 18 says, rounded to bfloat16 where it does not hold
     them.
     """
-    found = every_number(mxfp4)
+    found = every_number(mxfp4_kernels)
     values = torch.tensor(E2M1_VALUES, dtype=torch.float64)[torch.arange(32) * 7 % 16]
     exact = values * 2.0 ** (torch.arange(255, dtype=torch.float64)[:, None] - 127)
     assert torch.equal(found[:255], exact.bfloat16().double())
     assert found[255].isnan().all()
     bug = "tl.where(exponent == 255, 0x7FC0, bits)", "bits"
-    assert not every_number(with_bug(mxfp4, tmp_path, *bug))[255].isnan().all()
+    assert not every_number(with_bug(mxfp4_kernels, tmp_path, *bug))[255].isnan().all()
 
 
 def test_experts_of_other_ranks_add_nothing(seed, proof):
@@ -256,7 +258,7 @@ BUGS = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
-    buggy = with_bug(mxfp4, tmp_path, *BUGS[bug])
+    buggy = with_bug(mxfp4_kernels, tmp_path, *BUGS[bug])
     for name in (*KERNELS, "interleaved"):
         monkeypatch.setattr(mxfp4, name, getattr(buggy, name))
     x, weights, chosen, *stacks = problem(routes(UNEVEN * 3), 4, seed=3)

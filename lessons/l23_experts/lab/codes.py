@@ -17,6 +17,7 @@ from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.sampled import profiled
 from lessons.l23_experts.more import fp8, mxfp4
 from lessons.toolbox.gpu.another_process import call
+from lessons.toolbox.measure.hardware import CHIPS
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l23_codes.json"
 # The format's layer: num_experts, top_k, hidden_size, width of an expert
@@ -49,21 +50,39 @@ def stacks(form: str) -> tuple:
     return tuple(found)
 
 
+BITS = {"16 bits": 16, "mxfp4": 4.25, "fp8": 8 + 32 / TILE**2}
+
+
+def chosen_of(layer: str, num_tokens: int) -> torch.Tensor:
+    """[T, k], the same at each call."""
+    num_experts, top_k, *_ = LAYERS[layer]
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
+    return scores.topk(top_k).indices
+
+
+def floor_s(form: str, num_tokens: int) -> float:
+    """What an H200's memory takes for the weights of the experts that are chosen, alone."""
+    kind, _, layer = form.rpartition(" of ")
+    *_, size, inner = LAYERS[layer]
+    num_bytes = len(chosen_of(layer, num_tokens).unique()) * 3 * size * inner * BITS[kind] / 8
+    return num_bytes / CHIPS["h200"].memory_bytes_per_s
+
+
 def predicted(form: str, num_tokens: int) -> dict:
     """What the record holds of one form. To be called where kernels are compiled."""
     from lessons.toolbox.profile.time_model import predict
 
     kind, _, layer = form.rpartition(" of ")
-    num_experts, top_k, size, _ = LAYERS[layer]
-    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
-    x, chosen = torch.zeros(num_tokens, size, dtype=torch.bfloat16), scores.topk(top_k).indices
+    size, chosen = LAYERS[layer][2], chosen_of(layer, num_tokens)
+    x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
     ops = {"mxfp4": mxfp4, "fp8": fp8}.get(kind, optimized)
     kernels = []
     for profile in profiled(lambda: ops.expert_rows(x, chosen, *stacks(form)), ops):
         guess = predict(profile)
         found = {"name": profile.kernel.name, "predicted_s": float(guess.seconds)}
         kernels.append(found | {"limit": guess.limit, **profile.assembled})
-    return {"predicted_s": sum(each["predicted_s"] for each in kernels), "kernels": kernels}
+    seconds = sum(each["predicted_s"] for each in kernels)
+    return {"predicted_s": seconds, "floor_s": floor_s(form, num_tokens), "kernels": kernels}
 
 
 def main() -> None:
