@@ -150,14 +150,14 @@ def test_a_layer_beside_the_loop(kind, seed):
 
 
 def test_rounding_groups_bit_for_bit(seed):
-    """Zeros, NaN, infinity, subnormal numbers; a last group that is short; rows with gaps."""
+    """Zeros, NaN, infinity, subnormal numbers; short last groups; gaps; many groups in a row."""
     x = draw("normal", (9, 300), seed=seed, device=DEVICE)
     x[0], x[1, 128:256], x[2, 5], x[3, 299], x[4] = 0, 0, float("nan"), float("inf"), x[4] * 1e-40
     x[6, :256] = float("nan")
     x[5] *= 10.0 ** torch.randint(-30, 30, (300,), device=DEVICE)
     gaps = poisoned((9, 400), torch.float32, DEVICE)
     gaps[:, :300] = x
-    for given in (x, x.bfloat16(), gaps[:, :300]):
+    for given in (x, x.bfloat16(), gaps[:, :300], x.view(2, 1350)):
         assert_rounded(fp8.quantize_groups(given), given)
 
 
