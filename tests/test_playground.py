@@ -208,7 +208,9 @@ def test_a_step_of_the_run_is_what_was_recorded(tmp_path):
     step = random.randrange(len(table["frames"]))
     frame, found = table["frames"][step], opened("run", tmp_path, {"step": step})
     used = sum(1 for owners in frame["owners"] if owners)
-    said = f"{len(set(frame['batch']))} requests run with {len(frame['batch'])} tokens; {used} of "
+    running, tokens = len(set(frame["batch"])), len(frame["batch"])
+    said = f"{running} request{'s run' if running > 1 else ' runs'} with {tokens} token"
+    said += f"{'s' if tokens > 1 else ''}; {used} of "
     assert found["said"].startswith(said) and found["step-shown"] == str(step)
     places = re.findall(r'fill="([^"]+)" class="place"', found["picture"])
     colours = [table["colours"][row] for row in frame["batch"]]
@@ -251,7 +253,10 @@ def test_a_warp_is_the_recorded_one(recorded, tmp_path):
     lane = state["lane"]
     assert f"ask for {row['sectors']} sectors" in found["said"]
     is_off = lane not in row["lanes"]
-    own = "its mask is off" if is_off else f"byte {row['bytes'][row['lanes'].index(lane)]}"
+    own, size = "its mask is off", sliders["itemsize"][state["itemsize"]]
+    if not is_off:
+        first = row["bytes"][row["lanes"].index(lane)]
+        own = f"byte {first}." if size == 1 else f"bytes {first} to {first + size - 1}."
     assert own in found["said"]
     drawn = [int(one) for one in re.findall(r'data-lane="(\d+)"', found["picture"])]
     assert drawn == [one for one in row["lanes"] if one <= lane]

@@ -2,6 +2,7 @@
 them.
 """
 
+import contextlib
 import re
 import struct
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from lessons.toolbox.draw.figure import overlapping_texts, pictures_to, texts_outside
 from lessons.toolbox.draw.plotting import class_plot
+from lessons.toolbox.measure.device import has_triton
 from reference.bench import slides
 from reference.bench.class_texts import aims_of, first_question, numbers, plan_of, title_of
 from reference.bench.deck import SLIDE_PIXELS, Deck, page, save_slide, words
+from tests.course_rules import committed_files
 
 ROOT = Path(slides.__file__).parents[2]
 
@@ -52,6 +55,26 @@ def test_one_lesson_gives_its_pictures_and_its_records(tmp_path, capsys):
     assert written >= pictures | records
     assert f"{len(written)} slides in" in capsys.readouterr().out
     assert committed.stat().st_mtime_ns == before, "a slide is no picture of the lesson"
+
+
+@pytest.mark.parametrize("room", slides.rooms(), ids=lambda room: room.name)
+@pytest.mark.sample(4, of="pictures")
+def test_every_picture_of_a_room_is_a_slide(room, tmp_path):
+    wanted = {path.stem for path in room.rglob("*.svg")}
+    if room.name.startswith("l00") and not has_triton():
+        wanted -= {"instructions", "banks"}  # which compiled code draws
+    with Deck(tmp_path) as deck, contextlib.suppress(ValueError):
+        slides.draw_pictures(room, deck)
+    drawn = [slide.file.removeprefix(f"{room.name}_").removesuffix(".png") for slide in deck.slides]
+    assert sorted(drawn) == sorted(wanted)
+
+
+def test_no_picture_shows_the_formula_of_a_number():
+    """As a logarithmic axis does whose numbers are Matplotlib's own: use log_axis."""
+    pictures = committed_files(ROOT, ".svg")
+    assert len(pictures) > 150
+    for picture in pictures:
+        assert "mathdefault" not in picture.read_text(encoding="utf-8"), picture
 
 
 def text_of(out: Path) -> str:

@@ -203,7 +203,9 @@ def test_the_page_shows_a_step(answers, tmp_path):
     assert shown["error"] == "" and shown["number"] == str(at)
     assert shown["count"] == str(len(steps) - 1) and shown["rows"] == str(len(steps[at]["chunks"]))
     tokens = sum(chunk[2] for chunk in steps[at]["chunks"])
-    assert shown["summary"].startswith(f"{len(steps[at]['chunks'])} answers, {tokens} tokens of 16")
+    count = len(steps[at]["chunks"])
+    said = f"{count} answer{'s' * (count > 1)}, {tokens} tokens of 16"
+    assert shown["summary"].startswith(said)
     assert shown["memory"].startswith(f"{BLOCKS - steps[at]['free']} of {BLOCKS} owned")
     assert shown["waiting"].startswith("Preempted: ")
 

@@ -19,7 +19,7 @@ STATIC = PAGES.parent / "static/playground"
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "README")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 # of the front page: page -> (where its sliders are, width and height in pixels)
-PICTURES = {"roofline": ("", (780, 1010)), "speculation": ("", (780, 880))}
+PICTURES = {"roofline": ("", (780, 930)), "speculation": ("", (780, 820))}
 BODY = "body { font: 16px/1.5 'DejaVu Sans', sans-serif; max-width: 46em; margin: 1em auto; }"
 
 
@@ -38,7 +38,8 @@ def page(name: str, after: str = "") -> str:
     """A page: its heading, and what moves."""
     lines = (PAGES / f"{name}.md").read_text(encoding="utf-8").splitlines()
     moving = "\n".join(line for line in lines if line.startswith("<"))
-    return framed(title(name), f"{moving}\n<script>{after}</script>")
+    last = f"addEventListener('DOMContentLoaded', () => {{ {after} }});" if after else ""
+    return framed(title(name), f"{moving}\n<script>{last}</script>")
 
 
 def title(name: str) -> str:

@@ -102,25 +102,35 @@ def close_lesson(lesson: str, deck: Deck) -> int:
     return 2
 
 
+def programs_of(room: Path) -> list[Path]:
+    """The programs that draw a lesson's pictures: of its README first, then of pages below it."""
+    return sorted((room / "lab").glob("*picture*.py"), key=lambda file: file.stem != "pictures")
+
+
 def draw_pictures(room: Path, deck: Deck) -> int:
-    """The pictures of a lesson, by running the program that draws them."""
+    """The pictures of a lesson, by running the programs that draw them. Raises ValueError."""
     taken: list[str] = []
 
     def take(figure, path: Path) -> None:
         taken.append(path.stem)
         deck.add(figure, f"{room.name}_{path.stem}")
 
-    program = str(room / "lab/pictures.py")
-    arguments, sys.argv = sys.argv, [program]
+    with pictures_to(take):
+        for program in programs_of(room):
+            run_program(room, program)
+    return len(taken)
+
+
+def run_program(room: Path, program: Path) -> None:
+    """Run a program as its command does. Raises ValueError if it fails."""
+    arguments, sys.argv = sys.argv, [str(program)]
     try:
-        with pictures_to(take):
-            runpy.run_path(program, run_name="__main__")  # also if a later lesson has imported it
+        runpy.run_path(str(program), run_name="__main__")  # also if a later lesson has imported it
     except SystemExit as end:
         if end.code:
             raise ValueError(f"{room.name}: its pictures cannot be drawn") from None
     finally:
         sys.argv = arguments
-    return len(taken)
 
 
 def draw_engine(deck: Deck) -> int:

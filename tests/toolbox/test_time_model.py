@@ -1,12 +1,14 @@
 """The time model: what a hand works out for a few instructions, and the record of its errors."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.gpu.arguments import WATCHERS
 from lessons.toolbox.gpu.counters import counting
 from lessons.toolbox.gpu.ptx import Instruction, Line
 from lessons.toolbox.measure.hardware import lookup
@@ -162,6 +164,34 @@ def test_tensor_memory_is_not_predicted():
     instruction = Instruction("tcgen05", ("wait::ld",), (), None, False, Line(), "tcgen05.wait::ld")
     with pytest.raises(Unpredicted, match="tensor memory"):
         cost_of(instruction, {}, 100, CONSTANTS)
+
+
+@pytest.mark.parametrize(
+    "grid, samples, warned",
+    [
+        ((16, 90, 1), 6, True),  # 0, and then the last of each row: tiles that no expert uses
+        ((16, 90, 1), 5, False),
+        ((16, 91, 1), 6, False),
+        ((32, 64, 1), 5, True),
+        ((3, 16, 25), 6, True),
+        ((90, 1, 1), 6, False),
+        ((1, 90, 1), 6, False),
+        ((2, 1, 1), 6, False),  # all of them run
+    ],
+)
+def test_a_sample_that_meets_one_index_is_told(grid, samples, warned, monkeypatch):
+    monkeypatch.setattr(points, "SAMPLE", samples)
+
+    def call():
+        done = run("mov.u32 %r1, %r70;", [np.zeros(64, np.uint8)], grid=grid)
+        for watch in list(WATCHERS):
+            watch(done)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        points.profiled_sample(call)
+    assert [x for x in told if "one index in the first dimension" in str(x.message)] == told
+    assert bool(told) == warned
 
 
 @pytest.fixture(scope="module")

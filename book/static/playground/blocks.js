@@ -4,7 +4,7 @@
   const ui = window.PlaygroundUI;
   const box = document.getElementById("blocks");
   const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"];
-  const SIDE = 52, ACROSS = 6, WIDE = 720, SIZE = 4;
+  const SIDE = 52, EACH = 108, SIZE = 4; // pixels, and tokens of a block
   const TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16];
   const WAYS = { grow: "a token more", fork: "fork", free: "end it", out: "to the host", back: "bring it back" };
   const FIRST = [["new", 6], ["fork", 0], ["grow", 1]];
@@ -18,7 +18,8 @@
   const make = ui.element("button", { id: "new", type: "button" }, controls, "make it");
   const undo = ui.element("button", { id: "undo", type: "button" }, controls, "undo");
   const said = ui.element("p", { id: "said", "aria-live": "polite" }, box, "Python starts …");
-  const picture = ui.svg("svg", { viewBox: `0 0 ${WIDE} 150`, role: "img" }, box);
+  const draw = ui.picture(box, drawBlocks);
+  let found = null;
   const rows = ui.element("ul", { class: "requests" }, box);
   make.addEventListener("click", () => act("new", TOKENS[state.tokens]));
   undo.addEventListener("click", () => {
@@ -52,22 +53,26 @@
   }
 
   async function answered() {
-    const found = await window.PlaygroundPython.ask("blocks", { actions });
+    found = await window.PlaygroundPython.ask("blocks", { actions });
     undo.disabled = !actions.length;
     make.disabled = Boolean(found.full);
     const free = found.owners.filter((count) => !count).length;
     said.textContent = `Now ${found.said}. ${free} of ${found.owners.length} blocks are free; the next one is ${found.next.length ? found.next[0] : "none"}.`;
-    picture.textContent = "";
-    ui.svg("title", {}, picture, "Each block with its number, its tokens, and a colour for each sequence that owns it");
-    found.owners.forEach((count, block) => drawBlock(found, block, count));
+    draw();
     rows.textContent = "";
     for (const [row, held, table] of found.tables)
       drawRow(row, `sequence ${row}: ${held} tokens in blocks ${table.join(", ")} `, ["grow", "fork", "free", "out"], found.full);
     for (const [row, held] of found.away) drawRow(row, `sequence ${row}: ${held} tokens on the host `, ["back"], found.full);
   }
 
-  function drawBlock(found, block, count) {
-    const x = 10 + (block % ACROSS) * (SIDE + 56), y = 8 + Math.floor(block / ACROSS) * (SIDE + 18);
+  function drawBlocks(picture, width) {
+    const across = width < 6 * EACH ? 3 : 6;
+    ui.size(picture, width, 8 + Math.ceil(found.owners.length / across) * (SIDE + 24));
+    ui.svg("title", {}, picture, "Each block with its number, its tokens, and a colour for each sequence that owns it");
+    found.owners.forEach((count, block) => drawBlock(picture, (block % across) * EACH + 2, Math.floor(block / across) * (SIDE + 24) + 6, block, count));
+  }
+
+  function drawBlock(picture, x, y, block, count) {
     const owners = found.tables.filter(([, , table]) => table.includes(block)).map(([row]) => row);
     ui.svg("rect", { x, y, width: SIDE, height: SIDE, class: "track" }, picture);
     const high = (SIDE * found.filled[block]) / SIZE;

@@ -10,7 +10,7 @@
     access: "access", lane: "lanes that have asked, up to",
   };
   const starts = { distance: 0, itemsize: 2, count: 0, access: 0, lane: 31 };
-  const SECTOR = 32, IN_A_ROW = 16, WIDE = 40, HIGH = 16, GAP = 4;
+  const SECTOR = 32, HIGH = 20, GAP = 4, LEFT = 44;
   const state = {};
 
   box.textContent = "";
@@ -24,7 +24,8 @@
     });
   }
   const said = ui.element("p", { id: "said", "aria-live": "polite" }, box);
-  const picture = ui.svg("svg", { role: "img" }, box);
+  const draw = ui.picture(box, drawSectors);
+  ui.element("p", { class: "note" }, box, "A box is a sector; the number before a row is its first byte. Blue: the bytes of a lane. Orange: those of the last lane that asked.");
 
   function request() {
     const { distance, itemsize, count } = sliders;
@@ -35,37 +36,37 @@
   function show() {
     const found = request(), size = sliders.itemsize[state.itemsize], lane = sliders.lane[state.lane];
     const place = found.lanes.indexOf(lane);
+    const first = found.bytes[place], last = first + size - 1;
     const own = place < 0 ? `Lane ${lane} asks for nothing: its mask is off.` :
-      `Lane ${lane} asks for byte ${found.bytes[place]}${size > 1 ? ` to ${found.bytes[place] + size - 1}` : ""}.`;
+      `Lane ${lane} asks for ${size > 1 ? `bytes ${first} to ${last}` : `byte ${first}`}.`;
     said.textContent = `${own} All lanes together ask for ${found.sectors} sectors.`;
-    draw(found, size, lane);
+    draw();
   }
 
-  function draw(found, size, lane) {
+  function drawSectors(picture, width) {
+    const found = request(), size = sliders.itemsize[state.itemsize], lane = sliders.lane[state.lane];
     const count = Math.max(...found.bytes) + size, sectors = Math.ceil(count / SECTOR);
-    const rowsOfSectors = Math.ceil(sectors / IN_A_ROW);
-    picture.textContent = "";
-    picture.setAttribute("viewBox", `0 0 ${IN_A_ROW * (WIDE + GAP)} ${rowsOfSectors * (HIGH + 8) + 10}`);
+    const inARow = width < 520 ? 4 : 8, wide = (width - LEFT) / inARow - GAP;
+    const corner = (sector) => [LEFT + (sector % inARow) * (wide + GAP), Math.floor(sector / inARow) * (HIGH + 8) + 4];
+    ui.size(picture, width, Math.ceil(sectors / inARow) * (HIGH + 8) + 4);
     ui.svg("title", {}, picture, "Memory in sectors of 32 bytes, and the bytes that lanes ask for");
     const touched = new Set();
     found.lanes.forEach((one, at) => one <= lane && touched.add(Math.floor(found.bytes[at] / SECTOR)));
     for (let sector = 0; sector < sectors; sector++) {
       const [x, y] = corner(sector);
-      ui.svg("rect", { x, y, width: WIDE, height: HIGH, class: touched.has(sector) ? "sector asked" : "sector" }, picture);
+      ui.svg("rect", { x, y, width: wide, height: HIGH, class: touched.has(sector) ? "sector asked" : "sector" }, picture);
+      if (sector % inARow === 0)
+        ui.svg("text", { x: LEFT - 8, y: y + 15, "text-anchor": "end", class: "tick" }, picture, sector * SECTOR);
     }
     found.lanes.forEach((one, at) => {
       if (one > lane) return;
       const [x, y] = corner(Math.floor(found.bytes[at] / SECTOR));
-      const start = ((found.bytes[at] % SECTOR) * WIDE) / SECTOR;
+      const start = ((found.bytes[at] % SECTOR) * wide) / SECTOR;
       ui.svg("rect", {
-        x: x + start, y: y + 2, width: (size * WIDE) / SECTOR - 0.4, height: HIGH - 4,
+        x: x + start, y: y + 2, width: (size * wide) / SECTOR - 0.4, height: HIGH - 4,
         class: one === lane ? "lane now" : "lane", "data-lane": one,
       }, picture);
     });
-  }
-
-  function corner(sector) {
-    return [(sector % IN_A_ROW) * (WIDE + GAP) + 2, Math.floor(sector / IN_A_ROW) * (HIGH + 8) + 4];
   }
 
   window.addEventListener("hashchange", () => location.reload());

@@ -11,7 +11,7 @@
   const starts = { model: 0, chip: 1, gpus: 0, weight_bits: 0, kv_bits: 0, context: 1, batch: 3 };
   const names = Object.keys(labels);  // the order of the rows, the last one fastest
   const state = {}, asked = ui.places();
-  const WIDE = 560, HIGH = 320, LEFT = 70, BOTTOM = 40;
+  const LEFT = 60, BOTTOM = 42, TOP = 22;
   const X = [0.5, 4096], Y = [0.1, 20000];
 
   box.textContent = "";
@@ -33,7 +33,7 @@
     ui.element("dt", {}, table, label);
     outputs[id] = ui.element("dd", { id }, table);
   }
-  const picture = ui.svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img" }, box);
+  const draw = ui.picture(box, (picture, width) => drawRoof(picture, width, row(), roofs[state.chip][state.gpus]));
 
   function row() {
     let at = 0;
@@ -44,8 +44,6 @@
   function part(value, [low, high]) {
     return Math.log(value / low) / Math.log(high / low);
   }
-  const x = (value) => LEFT + part(value, X) * (WIDE - LEFT - 20);
-  const y = (value) => HIGH - BOTTOM - part(value, Y) * (HIGH - BOTTOM - 20);
 
   function show() {
     const found = row(), chip = sliders.chip[state.chip], gpus = sliders.gpus[state.gpus];
@@ -58,21 +56,24 @@
       const fewer = found[0] < wanted ? ` Only ${found[0]} of ${wanted} sequences fit.` : "";
       said.textContent = `A step is bound by ${bound}.${fewer}`;
     }
-    draw(found, roofs[state.chip][state.gpus]);
+    draw();
   }
 
-  function draw(found, roof) {
-    picture.textContent = "";
+  function drawRoof(picture, width, found, roof) {
+    const high = Math.round(160 + width / 4);
+    const x = (value) => LEFT + part(value, X) * (width - LEFT - 12);
+    const y = (value) => high - BOTTOM - part(value, Y) * (high - BOTTOM - TOP);
+    ui.size(picture, width, high);
     ui.svg("title", {}, picture, "The roof of this machine, and one decode step under it");
     for (const tick of [1, 10, 100, 1000]) {
-      ui.svg("text", { x: x(tick), y: HIGH - 20, "text-anchor": "middle", class: "tick" }, picture, tick);
+      ui.svg("text", { x: x(tick), y: high - 24, "text-anchor": "middle", class: "tick" }, picture, tick);
       ui.svg("line", { x1: x(tick), x2: x(tick), y1: y(Y[0]), y2: y(Y[1]), class: "grid" }, picture);
     }
     for (const tick of [1, 10, 100, 1000, 10000]) {
       ui.svg("text", { x: LEFT - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick" }, picture, tick);
       ui.svg("line", { x1: x(X[0]), x2: x(X[1]), y1: y(tick), y2: y(tick), class: "grid" }, picture);
     }
-    ui.svg("text", { x: WIDE / 2, y: HIGH - 2, "text-anchor": "middle", class: "tick" }, picture, "FLOP per byte");
+    ui.svg("text", { x: (LEFT + width) / 2, y: high - 5, "text-anchor": "middle", class: "tick" }, picture, "FLOP per byte");
     ui.svg("text", { x: 4, y: 12, class: "tick" }, picture, "TFLOP/s");
     const points = roof.map(([fx, fy]) => `${x(fx)},${y(fy)}`).join(" ");
     ui.svg("polyline", { points, class: "roof" }, picture);

@@ -7,7 +7,7 @@
   const asked = ui.places();
   const steps = [...frames.keys()];
   const state = { step: ui.within(asked.step, steps, 0) };
-  const WIDE = 720, ROW = 26, ROOM = 250, LEFT = 230, SIDE = 30, COLUMNS = 9;
+  const SIDE = 30, COLUMNS = 9, NARROW = 640; // pixels: below them a request's words are above its bar
   const longest = Math.max(...Object.values(requests).map((one) => one.prompt_tokens + one.max_tokens));
 
   box.textContent = "";
@@ -15,7 +15,7 @@
   const move = ui.slider(controls, "step", "step", steps, state.step, go);
   const play = ui.element("button", { id: "play", type: "button" }, controls, "play");
   const said = ui.element("p", { id: "said", "aria-live": "polite" }, box);
-  const picture = ui.svg("svg", { viewBox: `0 0 ${WIDE} 440`, role: "img" }, box);
+  const draw = ui.picture(box, drawFrame);
   let timer = null;
 
   function go(step) {
@@ -42,30 +42,46 @@
     const running = new Set(frame.batch).size;
     const used = frame.owners.filter((owners) => owners.length).length;
     const shared = frame.owners.filter((owners) => owners.length > 1).length;
-    said.textContent = `${running} requests run with ${frame.batch.length} tokens; ${used} of ${about.num_blocks} ` +
-      `blocks are used, ${shared} of them shared. ${frame.notes.join(". ")}`;
-    picture.textContent = "";
+    said.textContent = `${counted(running, "request runs", "requests run")} with ${counted(frame.batch.length, "token", "tokens")}; ` +
+      `${used} of ${about.num_blocks} blocks are used, ${shared} of them shared. ${frame.notes.map((note) => `${note}.`).join(" ")}`;
+    draw();
+  }
+
+  function counted(count, one, many) {
+    return `${count} ${count === 1 ? one : many}`;
+  }
+
+  function drawFrame(picture, width) {
+    const frame = frames[state.step], isNarrow = width < NARROW;
+    const high = isNarrow ? 46 : 26, rows = Object.keys(requests).length;
+    const left = isNarrow ? 2 : 230, room = isNarrow ? width - 4 : width - 320;
     ui.svg("title", {}, picture, "Requests, the batch of this step, and the blocks of the cache");
-    for (const [row, one] of Object.entries(requests)) drawRequest(frame, row, one);
+    for (const [row, one] of Object.entries(requests))
+      drawRequest(picture, row, one, { left, room, y: 4 + row * high + (isNarrow ? 20 : 0), isNarrow, phase: frame.phase[row], computed: frame.computed[row] || 0 });
+    const batch = 4 + rows * high + 24, each = Math.min(26, (width - 4) / about.max_num_batched_tokens);
+    ui.svg("text", { x: 2, y: batch - 6, class: "tick" }, picture, "tokens of this step");
     for (let place = 0; place < about.max_num_batched_tokens; place++) {
       const fill = place < frame.batch.length ? colours[frame.batch[place]] : "none";
-      ui.svg("rect", { x: 10 + place * 22, y: 240, width: 19, height: 22, fill, class: "place" }, picture);
+      ui.svg("rect", { x: 2 + place * each, y: batch, width: each - 2, height: 22, fill, class: "place" }, picture);
     }
-    frame.owners.forEach((owners, block) => drawBlock(frame, owners, block));
+    const blocks = batch + 22 + 34, apart = Math.min(SIDE + 8, (width - 4) / COLUMNS);
+    ui.svg("text", { x: 2, y: blocks - 6, class: "tick" }, picture, "blocks of the cache");
+    frame.owners.forEach((owners, block) =>
+      drawBlock(picture, frame, owners, block, 2 + (block % COLUMNS) * apart, blocks + Math.floor(block / COLUMNS) * (SIDE + 8)));
+    ui.size(picture, width, blocks + Math.ceil(frame.owners.length / COLUMNS) * (SIDE + 8));
   }
 
-  function drawRequest(frame, row, one) {
-    const y = 10 + row * ROW, scale = ROOM / longest;
-    const phase = frame.phase[row];
-    ui.svg("text", { x: 10, y: y + 15, class: "tick" }, picture, phase ? `${row}  ${one.prompt}` : "");
-    ui.svg("rect", { x: LEFT, y, width: (one.prompt_tokens + one.max_tokens) * scale, height: 18, class: "track" }, picture);
-    ui.svg("rect", { x: LEFT, y, width: (frame.computed[row] || 0) * scale, height: 18, fill: colours[row] }, picture);
-    ui.svg("line", { x1: LEFT + one.prompt_tokens * scale, x2: LEFT + one.prompt_tokens * scale, y1: y - 2, y2: y + 20, class: "mark" }, picture);
-    ui.svg("text", { x: LEFT + ROOM + 12, y: y + 15, class: "tick" }, picture, phase);
+  function drawRequest(picture, row, one, { left, room, y, isNarrow, phase, computed }) {
+    const scale = room / longest, words = phase ? `${row}  ${one.prompt}` : "";
+    const at = isNarrow ? y - 5 : y + 14;
+    ui.svg("text", { x: 2, y: at, class: "tick" }, picture, words);
+    ui.svg("text", { x: left + room + (isNarrow ? 0 : 10), y: at, "text-anchor": isNarrow ? "end" : "start", class: "tick" }, picture, phase);
+    ui.svg("rect", { x: left, y, width: (one.prompt_tokens + one.max_tokens) * scale, height: 18, class: "track" }, picture);
+    ui.svg("rect", { x: left, y, width: computed * scale, height: 18, fill: colours[row] }, picture);
+    ui.svg("line", { x1: left + one.prompt_tokens * scale, x2: left + one.prompt_tokens * scale, y1: y - 2, y2: y + 20, class: "mark" }, picture);
   }
 
-  function drawBlock(frame, owners, block) {
-    const x = 10 + (block % COLUMNS) * (SIDE + 8), y = 290 + Math.floor(block / COLUMNS) * (SIDE + 10);
+  function drawBlock(picture, frame, owners, block, x, y) {
     ui.svg("rect", { x, y, width: SIDE, height: SIDE, class: "track" }, picture);
     const known = !owners.length && frame.known.includes(block);
     const high = owners.length ? (SIDE * frame.rows[block]) / about.block_size : known ? SIDE : 0;

@@ -7,7 +7,7 @@
   const asked = ui.places();
   const SIDES = { p: "target", q: "draft" };
   const state = { p: start("p", [5, 3, 2]), q: start("q", [2, 6, 2]), count: ui.within(asked.count, counts, 3) };
-  const WIDE = 560, HIGH = 280, BASE = 240, TOP = 20, BAR = 60;
+  const HIGH = 270, BASE = 240, TOP = 8;
   const move = { p: [], q: [] };
 
   /* Of the address: #p0=5&p1=3&p2=2; a row that does not add up is not taken. */
@@ -60,7 +60,9 @@
     ui.element("dt", {}, table, label);
     outputs[id] = ui.element("dd", { id }, table);
   }
-  const picture = ui.svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img" }, box);
+  const draw = ui.picture(box, drawBars);
+  const picture = box.querySelector("svg");
+  ui.element("p", { class: "note" }, box, "Left: the target. Right: the draft. The pale part is in both, and is accepted.");
 
   function show() {
     const [alpha, ...rest] = rows[state.p.join(",")][state.q.join(",")];
@@ -74,21 +76,21 @@
 
   const height = (value) => ((BASE - TOP) * value) / tenths;
 
-  function draw() {
-    picture.textContent = "";
+  function drawBars(picture, width) {
+    const each = width / words.length, bar = Math.round(each / 2.8);
+    ui.size(picture, width, HIGH);
     ui.svg("title", {}, picture, "Target and draft, word by word; drag a bar");
     words.forEach((word, at) => {
-      const left = 60 + at * 170;
+      const left = (at + 0.5) * each - bar - 3;
       Object.keys(SIDES).forEach((side, place) => {
-        const value = state[side][at], x = left + place * (BAR + 6);
-        ui.svg("rect", { x, y: TOP, width: BAR, height: BASE - TOP, class: "track", "data-bar": side + at }, picture);
-        ui.svg("rect", { x, y: BASE - height(value), width: BAR, height: height(value), class: side, "data-bar": side + at }, picture);
+        const value = state[side][at], x = left + place * (bar + 6);
+        ui.svg("rect", { x, y: TOP, width: bar, height: BASE - TOP, class: "track", "data-bar": side + at }, picture);
+        ui.svg("rect", { x, y: BASE - height(value), width: bar, height: height(value), class: side, "data-bar": side + at }, picture);
         const shared = height(Math.min(state.p[at], state.q[at]));
-        ui.svg("rect", { x, y: BASE - shared, width: BAR, height: shared, class: "shared" }, picture);
+        ui.svg("rect", { x, y: BASE - shared, width: bar, height: shared, class: "shared" }, picture);
       });
-      ui.svg("text", { x: left + BAR, y: BASE + 22, "text-anchor": "middle", class: "tick" }, picture, word);
+      ui.svg("text", { x: left + bar + 3, y: BASE + 20, "text-anchor": "middle", class: "tick" }, picture, word);
     });
-    ui.svg("text", { x: 60, y: HIGH - 2, class: "tick" }, picture, "left: target, right: draft; the pale part is in both, and is accepted");
   }
 
   let dragged = null;
@@ -104,7 +106,7 @@
     drag(event);
   });
   picture.addEventListener("pointermove", (event) => dragged && drag(event));
-  picture.addEventListener("pointerup", () => (dragged = null));
+  for (const end of ["pointerup", "pointercancel"]) picture.addEventListener(end, () => (dragged = null));
   window.addEventListener("hashchange", () => location.reload());
   show();
 })();

@@ -4,7 +4,7 @@
   const ui = window.PlaygroundUI;
   const box = document.getElementById("timeline");
   const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8A8A8A"];
-  const MOST = 8, WIDE = 720, LEFT = 150, RIGHT = 90, ROW = 30, STRIP = 44;
+  const MOST = 8, LEFT = 104, RIGHT = 74, ROW = 30, STRIP = 44;
   const LISTS = {
     policy: ["static waves", "waves with a window", "continuous", "prompts first", "chunks"],
     places: [1, 2, 3, 4, 6, 8],
@@ -34,7 +34,8 @@
     });
   const add = ui.element("button", { id: "add", type: "button" }, controls, "add this request");
   const said = ui.element("p", { id: "said", "aria-live": "polite" }, box, "Python starts …");
-  const picture = ui.svg("svg", { viewBox: `0 0 ${WIDE} 10`, role: "img" }, box);
+  const draw = ui.picture(box, drawLine);
+  let shown = null;  // what Python found for the requests of the picture
   const list = ui.element("ul", { class: "requests" }, box);
   add.addEventListener("click", () => {
     requests = [...requests, [value("arrival"), value("prompt"), value("output")]];
@@ -75,22 +76,25 @@
     const found = await window.PlaygroundPython.ask("timeline", wanted);
     list.textContent = "";
     requests.forEach((row, at) => drawRow(row, at));
-    picture.textContent = "";
+    shown = found.error ? null : { ...found, requests: wanted.requests, blocks: wanted.blocks };
+    draw();
     if (found.error) {
       said.textContent = `Refused: ${found.error}`;
       return;
     }
-    const { passes, rows, totals } = found;
+    const { rows, totals } = found;
     const first = Math.max(...rows.map((row) => row.first)), gap = Math.max(...rows.map((row) => row.gap));
     said.textContent = `${totals.passes} passes of the model in ${totals.makespan} ms: ${totals.rate} tokens/s. The latest first token ` +
       `takes ${first} ms, the longest pause of an answer ${gap} ms. ${totals.wasted} % of what is computed is padding.`;
-    draw(passes, rows, totals);
   }
 
-  function draw(passes, rows, totals) {
-    const bottom = requests.length * ROW + 8, scale = (WIDE - LEFT - RIGHT) / totals.makespan;
+  function drawLine(picture, width) {
+    ui.size(picture, width, 1);
+    if (!shown) return;
+    const { passes, rows, totals, requests, blocks } = shown;
+    const bottom = requests.length * ROW + 8, scale = (width - LEFT - RIGHT) / totals.makespan;
     const x = (ms) => LEFT + ms * scale;
-    picture.setAttribute("viewBox", `0 0 ${WIDE} ${bottom + STRIP + 26}`);
+    ui.size(picture, width, bottom + STRIP + 26);
     ui.svg("title", {}, picture, "A row for each request: when it waits, when its prompt runs, and when its answer does");
     requests.forEach(([arrival, prompt, output], row) => {
       const y = row * ROW + 4;
@@ -107,13 +111,13 @@
       ui.svg("text", { x: x(end) + 5, y: y + 15, class: "tick" }, picture, `${rows[row].left} ms`);
     });
     for (const one of passes) {
-      const high = (STRIP * one.used) / value("blocks");
+      const high = (STRIP * one.used) / blocks;
       ui.svg("rect", { x: x(one.start), y: bottom + STRIP - high, width: (one.end - one.start) * scale, height: high, class: "used" }, picture);
     }
     ui.svg("text", { x: 4, y: bottom + STRIP - 4, class: "tick" }, picture, "blocks in use");
-    ui.svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: bottom + STRIP, y2: bottom + STRIP, class: "mark" }, picture);
+    ui.svg("line", { x1: LEFT, x2: width - RIGHT, y1: bottom + STRIP, y2: bottom + STRIP, class: "mark" }, picture);
     ui.svg("text", { x: LEFT, y: bottom + STRIP + 18, class: "tick" }, picture, "0 ms");
-    ui.svg("text", { x: WIDE - RIGHT - 30, y: bottom + STRIP + 18, class: "tick" }, picture, `${totals.makespan} ms`);
+    ui.svg("text", { x: width - RIGHT, y: bottom + STRIP + 18, "text-anchor": "end", class: "tick" }, picture, `${totals.makespan} ms`);
   }
 
   /* A request's passes, those that follow each other as one. */

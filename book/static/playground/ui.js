@@ -54,5 +54,31 @@ window.PlaygroundUI = (function () {
     return Number.isInteger(place) && place >= 0 && place < values.length ? place : otherwise;
   }
 
-  return { places, keep, element, svg, slider, within };
+  /* A picture below what a box has. draw(picture, width) is given as many units as there are pixels, at most 720,
+     so that words keep their size on a phone. Returns the function that draws it. */
+  function picture(box, draw) {
+    const made = svg("svg", { role: "img" }, box);
+    let drawn = 0;
+    function again() {
+      const { paddingLeft, paddingRight } = getComputedStyle(box);
+      const room = box.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
+      drawn = Math.round(Math.max(280, Math.min(720, room)));
+      made.textContent = "";
+      draw(made, drawn);
+      return drawn;
+    }
+    let before = box.clientWidth;
+    new ResizeObserver(() => {
+      if (box.clientWidth !== before && drawn) again();
+      before = box.clientWidth;
+    }).observe(box);
+    return again;
+  }
+
+  /* How large a picture is. */
+  function size(picture, width, height) {
+    picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  }
+
+  return { places, keep, element, svg, slider, within, picture, size };
 })();

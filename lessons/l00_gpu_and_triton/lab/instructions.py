@@ -3,10 +3,9 @@ warp, and which sectors of memory its loads and stores ask for.
 
     show_instructions()                    in a notebook: a slider
     show_banks()                           and what shared memory answers in one pass, and in eight
-    python -m lessons.l00_gpu_and_triton.lab.instructions
 
-writes instructions.svg and banks.svg beside this file. Nothing is timed, and no GPU is needed: the
-code for an H100 runs on the CPU.
+pictures.py writes instructions.svg and banks.svg. Nothing is timed, and no GPU is needed: the code
+for an H100 runs on the CPU.
 """
 
 import linecache
@@ -17,7 +16,7 @@ import torch
 
 from lessons.l00_gpu_and_triton import optimized
 from lessons.l00_gpu_and_triton.lab import profile as profile_of
-from lessons.toolbox.draw.figure import ClassFigure, save_svg
+from lessons.toolbox.draw.figure import ClassFigure
 from lessons.toolbox.draw.slider import slider
 from lessons.toolbox.draw.steps import steps_figure
 from lessons.toolbox.exercises.exercise import ExerciseError, all_exercises
@@ -167,12 +166,22 @@ def draw_banks(recording: Recording) -> ClassFigure:
     return steps_figure([(recording, best), (recording, worst)], title, BANKS_CAPTION, around=0)
 
 
+def draw_recorded_still() -> ClassFigure:
+    """The four steps, recorded now. Raises RuntimeError where no code is compiled."""
+    return draw_still(call(f"{__name__}:recordings", None, chip=CHIP))
+
+
+def draw_recorded_banks() -> ClassFigure:
+    """The two accesses, recorded now. Raises RuntimeError where no code is compiled."""
+    return draw_banks(call(f"{__name__}:sum_over_rows", chip=CHIP))
+
+
 def show_banks() -> None:
     """The picture of banks: recorded now, or the committed one, after one line that says why."""
     from IPython.display import SVG, display
 
     try:
-        display(draw_banks(call(f"{__name__}:sum_over_rows", chip=CHIP)))
+        display(draw_recorded_banks())
     except RuntimeError as error:
         print(f"Shared memory's banks are not recorded here: {error}. A picture in its place:")
         display(SVG(filename=str(BANKS_SVG)))
@@ -198,10 +207,3 @@ def show_instructions() -> None:
 
     most = max(len(recording.steps) for recording in found.values())
     slider(draw, kernel=list(found), step=(1, most, 1, 1), still=lambda: draw_still(found))
-
-
-if __name__ == "__main__":
-    own = "lessons.l00_gpu_and_triton.lab.instructions"
-    lessons_own = call(f"{own}:recordings", None, chip=CHIP)
-    save_svg(draw_still(lessons_own), INSTRUCTIONS_SVG)
-    save_svg(draw_banks(call(f"{own}:sum_over_rows", chip=CHIP)), BANKS_SVG)

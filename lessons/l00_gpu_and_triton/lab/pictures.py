@@ -1,9 +1,10 @@
 """The lesson's pictures: a GPU from the outside in, what is stored where and how fast it is; what a
-warp fetches; how a kernel's numbers become addresses.
+warp fetches; how a kernel's numbers become addresses; and what single instructions do.
 
     python -m lessons.l00_gpu_and_triton.lab.pictures
 
-writes gpu.svg, program.svg and gaps.svg beside this file. Nothing in them is timed.
+writes gpu.svg, program.svg, gaps.svg, instructions.svg and banks.svg beside this file. Nothing in
+them is timed.
 """
 
 import sys
@@ -20,6 +21,7 @@ from lessons.l00_gpu_and_triton.coalescing import (
     predicted_s,
     sectors_of_stride,
 )
+from lessons.l00_gpu_and_triton.lab import instructions
 from lessons.toolbox.draw import plotting
 from lessons.toolbox.draw.again import Picture, draw_again
 from lessons.toolbox.draw.figure import HALO, PALETTE, ClassFigure, frame, style
@@ -154,6 +156,8 @@ PICTURES: dict[str, Picture] = {
     "gpu": (draw_gpu, None),
     "program": (draw_program, None),
     "gaps": (draw_gaps, None),
+    "instructions": (instructions.draw_recorded_still, None),
+    "banks": (instructions.draw_recorded_banks, None),
 }
 
 

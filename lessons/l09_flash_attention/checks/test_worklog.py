@@ -100,3 +100,5 @@ def test_the_numbers_of_the_page():
 def test_the_picture_can_be_read():
     figure = worklog.draw(RECORD)
     assert not texts_outside(figure) and not overlapping_texts(figure)
+    ticks = {label.get_text() for label in figure.axes[0].get_xticklabels()}
+    assert {"0.1", "1", "10"} <= ticks

@@ -1,14 +1,15 @@
-"""The lesson's two pictures, computed and not measured: the order in which tiles are visited, and
-memory over the context.
+"""The lesson's pictures, computed and not measured: the order in which tiles are visited, memory
+over the context, and what five versions in CUDA C++ ask of a chip, from the record of worklog.py.
 
     python -m lessons.l09_flash_attention.lab.pictures
-        writes tiles.svg and memory.svg beside this file
+        writes tiles.svg and memory.svg beside this file, and worklog/versions.svg
 """
 
 from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
+from lessons.l09_flash_attention.lab import worklog
 from lessons.l09_flash_attention.lab.traffic import (
     Shape,
     fa2_bytes,
@@ -191,3 +192,4 @@ def draw_memory() -> ClassFigure:
 if __name__ == "__main__":
     save_svg(draw_tiles(), ROOM / "tiles.svg")
     save_svg(draw_memory(), ROOM / "memory.svg")
+    save_svg(worklog.draw(), worklog.SVG, alt=worklog.ALT)

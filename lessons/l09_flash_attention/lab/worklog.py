@@ -2,8 +2,8 @@
 
     python -m lessons.l09_flash_attention.lab.worklog
 
-writes results/counted/l09_worklog.json and worklog/versions.svg. No GPU is needed, and nothing is
-timed: see lessons/PROFILING.md.
+writes results/counted/l09_worklog.json, which pictures.py draws as worklog/versions.svg. No GPU is
+needed, and nothing is timed: see lessons/PROFILING.md.
 """
 
 import json
@@ -17,8 +17,8 @@ from lessons.toolbox.draw.figure import (
     PALETTE,
     ClassFigure,
     frame,
+    log_axis,
     number,
-    save_svg,
     style,
 )
 from lessons.toolbox.gpu.another_process import call
@@ -73,8 +73,11 @@ def row(name: str, found: dict) -> str:
 
 
 @style()
-def draw(record: dict) -> ClassFigure:
-    """Bars: microseconds at the least, by version and part of the chip, on a logarithmic axis."""
+def draw(record: dict | None = None) -> ClassFigure:
+    """Bars: microseconds at the least, by version and part of the chip, on a logarithmic axis. None:
+    of the committed record.
+    """
+    record = record or json.loads(RECORD.read_text(encoding="utf-8"))
     worst = {name: max(found["floors_s"].values()) for name, found in record.items()}
     first, last = worst["naive"], worst["pipelined"]
     fig, ax = frame(
@@ -87,7 +90,7 @@ def draw(record: dict) -> ClassFigure:
         at = [k + 0.2 * (i - 1.5) for k in range(len(record))]
         times = [1e6 * found["floors_s"][part] for found in record.values()]
         ax.barh(at, times, 0.2, color=PALETTE[i], hatch=HATCHES[i], edgecolor="white", label=part)
-    ax.set_xscale("log")
+    log_axis(ax.xaxis, 0.05, 1.2e6 * first)
     ax.set_yticks(range(len(record)), list(record))
     ax.invert_yaxis()
     ax.set_xlabel("time at the least (µs)")
@@ -98,7 +101,6 @@ def draw(record: dict) -> ClassFigure:
 def main() -> None:
     record = {name: call(f"{__spec__.name}:counted", name, chip=90) for name in VERSIONS}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    save_svg(draw(record), SVG, alt=ALT)
     print("\n".join(row(name, found) for name, found in record.items()))
 
 
