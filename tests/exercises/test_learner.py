@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons.l20_parallelism.processes.ranks import Ranks
 from lessons.toolbox.exercises import progress as exercise_progress
 from lessons.toolbox.exercises import report as exercise_report
 from lessons.toolbox.exercises.__main__ import main
@@ -25,6 +26,8 @@ from lessons.toolbox.exercises.loading import load_exercise
 from lessons.toolbox.kernels.triton_ import _Absent, tl, triton
 from lessons.toolbox.measure.device import interpreting
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
+from tests.exercises.given import arguments_of
+from tests.exercises.ranks_apart import Kept
 from tests.exercises.running import FAIL, NOT_RUN, PASS, checks_of, hint_for, run_check
 from tests.exercises.wrong import WrongAnswer
 
@@ -558,6 +561,16 @@ for function, seconds in ((without, 60), (within, 0.3)):
     without, within = done.stdout.splitlines()
     assert "status='PASS'" in without and without.endswith("False"), done
     assert "status='PASS'" in within and within.endswith("True"), done
+
+
+def test_what_was_given_is_named_as_the_learner_knows_it():
+    """A type of numbers by its name, an object by the class of the exercise."""
+
+    def of(dtype, ranks, known):
+        """Asked for by its arguments alone."""
+
+    said = arguments_of(of, (torch.float8_e4m3fn, Kept(2), Ranks(2)), {})
+    assert said == "dtype = torch.float8_e4m3fn, ranks: a Ranks, known: a Ranks"
 
 
 @triton.jit

@@ -78,6 +78,14 @@ def test_more_work_takes_more_time_and_not_much_more_than_its_share(name, path, 
         assert time < longer < 1.1 * time * (larger / size) ** power
 
 
+def test_few_rows_of_four_bits_take_about_as_long_as_one():
+    """They read the same codes, and 8 rows are multiplied where one is."""
+    calls = record_of("l18_tensor_cores.json")["calls"]
+    times = {(each["name"], each["matrix"], each["rows"]): each["predicted_s"] for each in calls}
+    for (name, matrix, rows), time in times.items():
+        assert 0.99 < time / times[name, matrix, 1] < (1.15 if rows <= 8 else 1.3)
+
+
 def test_a_mask_makes_no_kernel_faster():
     """By the products that it leaves, and but for the last wave, which may be a 32nd of a launch
     without a mask and costs nearly nothing with one.

@@ -174,6 +174,7 @@ def test_tensor_memory_is_not_predicted():
         ((16, 91, 1), 6, False),
         ((32, 64, 1), 5, True),
         ((3, 16, 25), 6, True),
+        ((1, 3, 25), 6, True),
         ((90, 1, 1), 6, False),
         ((1, 90, 1), 6, False),
         ((2, 1, 1), 6, False),  # all of them run

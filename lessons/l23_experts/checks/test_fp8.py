@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from lessons.l18_weight_quantization.naive import to_float8
 from lessons.l23_experts import optimized
-from lessons.l23_experts.lab.fp8_cases import decoded, problem
+from lessons.l23_experts.lab.fp8_cases import assert_rounded, decoded, problem
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, random_routes, routes
 from lessons.l23_experts.lab.testing import assert_same_in_any_company
 from lessons.l23_experts.more import fp8, naive_fp8
@@ -69,15 +69,6 @@ def by_pair(x, chosen, stack, rows, tiles, top_k, dtype):
         matrix = stack.values[expert][rows], stack.scales[expert][tiles]
         out.append(naive_fp8.product(x[pair // top_k].to(dtype)[None], *matrix))
     return torch.cat(out)
-
-
-def assert_rounded(found, x):
-    """Codes and scales as the definition says, bit for bit; a code of NaN is any."""
-    values, scales = (each.float() for each in found)
-    expected = [each.float() for each in naive_fp8.quantize_groups(x)]
-    assert torch.equal(values.isnan(), expected[0].isnan()), "bits of NaN"
-    assert torch.equal(values.nan_to_num(), expected[0].nan_to_num()), "bits of codes"
-    assert torch.equal(scales.nan_to_num(), expected[1].nan_to_num()), "bits of scales"
 
 
 def prove_stages(inputs, monkeypatch, tiles=SMALL):
@@ -162,6 +153,7 @@ def test_rounding_groups_bit_for_bit(seed):
     """Zeros, NaN, infinity, subnormal numbers; a last group that is short; rows with gaps."""
     x = draw("normal", (9, 300), seed=seed, device=DEVICE)
     x[0], x[1, 128:256], x[2, 5], x[3, 299], x[4] = 0, 0, float("nan"), float("inf"), x[4] * 1e-40
+    x[6, :256] = float("nan")
     x[5] *= 10.0 ** torch.randint(-30, 30, (300,), device=DEVICE)
     gaps = poisoned((9, 400), torch.float32, DEVICE)
     gaps[:, :300] = x
@@ -283,14 +275,24 @@ BUGS = {
 }  # fmt: skip
 
 
+def prove_with_faults(monkeypatch):
+    """A token begins with zeros, another one holds a NaN, so its h is nothing else."""
+    inputs = problem(routes(UNEVEN), 4, dtype=torch.float32, seed=3)
+    inputs[0][2, :128] = 0
+    inputs[0][4, 150] = float("nan")
+    with in_bounds():
+        prove_stages(inputs, monkeypatch)
+
+
+def test_without_a_bug_nothing_is_seen(monkeypatch):
+    prove_with_faults(monkeypatch)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
     buggy = with_bug(fp8, tmp_path, *BUGS[bug])
     for name in KERNELS:
         monkeypatch.setattr(fp8, name, getattr(buggy, name))
-    inputs = problem(routes(UNEVEN), 4, dtype=torch.float32, seed=3)
-    inputs[0][2, :128] = 0
-    inputs[0][4, 150] = float("nan")
-    with in_bounds(), pytest.raises(Exception, match=CAUGHT):
-        prove_stages(inputs, monkeypatch)
+    with pytest.raises(Exception, match=CAUGHT):
+        prove_with_faults(monkeypatch)

@@ -104,10 +104,12 @@ def test_a_block_of_nan_makes_its_outputs_nan(seed, proof):
     x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
     stacks[4][3, 7, 0] = 255
     record(proof, prove(small, naive, (x, weights, chosen, *stacks)))
-    stacks[1][1, 2, 1] = 255
-    out = small(x, weights, chosen, *stacks)
     uses = (chosen == 1).any(1)
-    assert out[uses].isnan().all() and not out[~uses][:, :7].isnan().any()
+    for row in (2, 3):  # gate's, then up's
+        exponents = stacks[1].clone()
+        exponents[1, row, 1] = 255
+        out = small(x, weights, chosen, stacks[0], exponents, *stacks[2:])
+        assert out[uses].isnan().all() and not out[~uses][:, :7].isnan().any()
 
 
 @triton.jit
@@ -155,6 +157,13 @@ def test_nothing_is_written_beside_the_results(seed):
     with guarded_empty() as checks:
         out = small(*problem(routes(UNEVEN), 4, seed=seed))
     assert len(checks) == 5 and out.isfinite().all()
+
+
+def test_nothing_beside_the_operands_is_read(seed):
+    """Nor where a tile has more rows or columns than are left."""
+    tiles = Tiles(16, 64, 64, num_warps=4, num_stages=2)
+    with in_bounds():
+        small(*problem(routes(UNEVEN), 4, 160, 96, seed), tiles=tiles)
 
 
 def test_no_tokens(seed):

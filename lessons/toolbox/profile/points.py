@@ -135,20 +135,21 @@ def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> lis
         if is_one_index(launch.grid, launch.counts.programs):
             warnings.warn(
                 f"{launch.kernel.name}: after the first, the {launch.ran} programs of the sample "
-                f"have one index in the first dimension of the grid {launch.grid}, so they say "
-                "nothing about others",
+                f"have one index in the first dimension of the grid {launch.grid} that is not 1, "
+                "so they say nothing about others",
                 stacklevel=2,
             )
     return profiles(seen, lookup(gpu))
 
 
 def is_one_index(grid: tuple[int, int, int], programs: np.ndarray) -> bool:
-    """Whether programs, but for the first, share their index in the grid's first dimension: equal
-    distances may be as long as it is, or a few times as long.
+    """Whether programs, but for the first, share their index in the first dimension of the grid
+    that is not 1: equal distances may be as long as it is, or a few times as long.
 
     example: grid (4, 5, 1), programs 0, 3, 7, 11, 15, 19 -> True, because all but 0 have index 3
     """
-    return grid[0] > 1 and len(programs) > 3 and len(np.unique(programs[1:] % grid[0])) == 1
+    fast = next((size for size in grid if size > 1), 1)
+    return len(programs) > 3 and len(np.unique(programs[1:] % fast)) == 1
 
 
 def predicted() -> Iterator[dict]:
