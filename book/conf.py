@@ -7,7 +7,7 @@ script that also works from a folder, without a server.
 
 from pathlib import Path
 
-from book import search
+from book import head, search
 
 project = "The Inference Ladder"
 author = "The Inference Ladder"
@@ -21,10 +21,11 @@ nb_mime_priority_overrides = [("html", "image/png", 5), ("html", "text/html", 10
 highlight_language = "none"
 html_theme = "furo"
 html_title = project
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 templates_path = ["_templates"]
 html_css_files = ["book.css"]
-html_js_files = ["book.js"]
+html_js_files = [("book.js", {"defer": "defer"})]  # first the page, then what moves on it
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False  # LICENSE says it
@@ -44,11 +45,13 @@ def setup(app) -> None:
     """A page loads the definitions of its language alone, and the search its index."""
 
     def add_glossary(app, page: str, template: str, context: dict, doctree) -> None:
-        app.add_js_file(f"glossary-{search.language_of(page)}.js")
+        name = f"glossary-{search.language_of(page)}.js"
+        app.add_js_file(name, loading_method="defer")
 
     def split_index(app, error: Exception | None) -> None:
         if not error:
             search.split(Path(app.outdir))
 
     app.connect("html-page-context", add_glossary)
+    app.connect("html-page-context", head.prepare)
     app.connect("build-finished", split_index)

@@ -90,7 +90,7 @@ def lessons(root: Path) -> list[Chapter]:
     for title, room in ROW.findall(front):
         below = [Chapter(f"notebooks/{room[1:]}.ipynb", "Notebook")]
         if (root / f"lessons/{room}/MORE.md").is_file():
-            below.append(Chapter(f"lessons/{room}/MORE.md", "More"))
+            below.append(Chapter(f"lessons/{room}/MORE.md", f"More on lesson {int(room[1:3])}"))
         page = f"lessons/{room}/README.md"
         below += others(root, f"lessons/{room}", {page, *(chapter.page for chapter in below)})
         chapters.append(Chapter(page, title, tuple(below)))

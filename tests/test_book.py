@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from book import api, code, glossary, order, search, translations
+from book import api, code, glossary, head, order, search, translations
 from book.links import LINK
 from book.stage import FENCED, REPOSITORY, Stage, pages_of, stage
 from tests.course_rules import committed_files, complete_rooms, within
@@ -228,3 +228,26 @@ def test_a_docstring_keeps_its_shapes_and_its_code():
         "End.",
         "",
     ]
+
+
+def test_pictures_of_a_page_tell_their_sizes_and_the_lower_ones_wait(tmp_path):
+    wide, unsized = tmp_path / "wide.svg", tmp_path / "none.svg"
+    wide.write_text('<?xml?><svg version="1" height="60pt" stroke-width="9" width="300pt">')
+    unsized.write_text('<svg viewBox="0 0 4 3"><rect width="7" height="9"/></svg>')
+    assert head.size_of(wide) == (400, 80) and head.size_of(unsized) is None
+    assert head.size_of(REPOSITORY / "book/playground/roofline.png")[0] > 500
+    body = '<p><img alt="a &gt; b" src="../_images/w.svg" /> <img src="_images/n.svg"></p>'
+    assert head.with_sizes(body, {"w.svg": wide, "n.svg": unsized}) == (
+        '<p><img alt="a &gt; b" src="../_images/w.svg" width="400" height="80"> '
+        '<img src="_images/n.svg" loading="lazy"></p>'
+    )
+
+
+def test_a_page_is_described_by_its_first_words_that_say_something():
+    words = "Every  step\nreads all weights, so one more sequence of a batch is nearly free."
+    said = " ".join(words.split())
+    facts = "Read 20 min · code 140 min · plot 20 min · CPU ok · needs lessons 2, 3 and 8"
+    assert head.description(["Short.", facts, words, "x" * 99]) == said
+    cut = head.description([" ".join([said] * 3)])
+    assert cut.endswith(" …") and said in cut and len(cut) <= 162
+    assert head.description(["Short."]) == ""

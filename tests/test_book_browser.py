@@ -13,6 +13,7 @@ from tests.test_trace import CHROMIUM, in_a_browser
 
 PYTHON = REPOSITORY / ".venv-book/bin/python"
 HTML = REPOSITORY / "build/book/html"
+SECONDS = 300  # that one page may take in all its windows; alone on a machine it takes ten
 HANGUL = re.compile("[가-힣]")
 LARGEST = 2**20  # bytes that a page may load
 # a folder of pictures shows all of them
@@ -20,6 +21,7 @@ GALLERY, LARGEST_GALLERY = "code/results/h200/index.html", 2 * LARGEST
 # of the search page, whose heading is the theme's
 MEANT = dict.fromkeys(("search.html", "search.html?lang=ko"), ("page-has-heading-one",))
 ROOMS = "lessons/l09_flash_attention", "lessons/l27_states", "lessons/l12_paged_kv"
+LESSON = f"{ROOMS[0]}/README.html"
 PAGES = [
     "index.html",
     "search.html",
@@ -32,63 +34,121 @@ PAGES = [
     "code/lessons/l02_naive_attention/decoder.py.html",
     "notebooks/09_flash_attention.html",
     *(f"book/playground/{name}.html" for name in alone.NAMES),
-    "ko/lessons/l09_flash_attention/README.html",
+    f"ko/{LESSON}",
     *(f"{room}/{page}.html" for room in ROOMS for page in ("README", "MORE")),
 ]
 
 
 @pytest.fixture(scope="module")
-def looked(request) -> dict:
+def book(request) -> list[str]:
+    """How to look at a page of the book that was made here: the command without its last words."""
     if not request.config.getoption("--all"):
         pytest.skip("NOT RUN: a browser takes a minute (make test-all)")
     if not PYTHON.exists() or not (HTML / "index.html").exists():
         pytest.skip("NOT RUN: there is no book here (make book)")
-    command = [PYTHON, "-m", "book.look", CHROMIUM, HTML, *PAGES]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return [str(PYTHON), "-m", "book.look", CHROMIUM, str(HTML)]
+
+
+def looked(book: list[str], *words: str, seconds: float = SECONDS) -> list[dict]:
+    """What a look finds. If it stops or takes too long, the test fails with the step it was at."""
+    command = [*book, *words]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as running:
+        try:
+            answers, steps = running.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            _, steps = running.communicate()
+            last = steps.strip().rpartition("\n")[2] or "before its first step"
+            pytest.fail(f"{' '.join(words)}: not done after {seconds} s: {last}", pytrace=False)
+    if running.returncode:
+        pytest.fail(f"{' '.join(words)} stopped: {steps[-1500:]}", pytrace=False)
+    return [json.loads(line) for line in answers.splitlines()]
+
+
+def faults(look: dict) -> list[str]:
+    """What is wrong with a page in one window; each names the check."""
+    page, found = look["page"], []
+    found += [f"console: {one}" for one in look["errors"]]
+    found += [f"picture that did not load: {one}" for one in look["broken"]]
+    found += [f"picture without a size, which moves what follows: {one}" for one in look["unsized"]]
+    found += [f"words that are cut or too small: {one}" for one in look["unreadable"]]
+    if look["too_wide"] > 0:
+        found.append(f"width: {look['too_wide']} pixels wider than the window")
+    if look["language"] != ("ko" if page.startswith("ko/") else ""):
+        found.append(f"language: {look['language']!r}")
+    largest = LARGEST_GALLERY if page == GALLERY else LARGEST
+    if look["bytes"] > largest:
+        found.append(f"size: {look['bytes']} bytes, of at most {largest}")
+    # contrast, names, order and keyboard
+    meant = MEANT.get(page, ())
+    found += [f"axe-core: {one}" for one in look["axe"] if one.partition(":")[0] not in meant]
+    return found
 
 
 @in_a_browser
-def test_every_page_is_whole_in_every_window(looked):
-    assert {look["page"] for look in looked["looks"]} == set(PAGES)
-    assert len(looked["looks"]) == 4 * len(PAGES)  # two widths, light and dark
-    for look in looked["looks"]:
-        where = f"{look['page']}, {look['width']} wide, {look['scheme']}"
-        assert not look["errors"] and not look["broken"], f"{where}: {look}"
-        assert look["too_wide"] <= 0, f"{where}: {look['too_wide']} pixels wider than the window"
-        assert look["language"] == ("ko" if look["page"].startswith("ko/") else ""), where
-        largest = LARGEST_GALLERY if look["page"] == GALLERY else LARGEST
-        assert look["bytes"] <= largest, f"{where}: {look['bytes']} bytes"
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_whole_and_readable_in_every_window(page, book):
+    looks = looked(book, "whole", page)
+    assert len(looks) == 4  # two widths, light and dark
+    wrong = [
+        f"{page}, {look['width']} wide, {look['scheme']}: {fault}"
+        for look in looks
+        for fault in faults(look)
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 @in_a_browser
-def test_everybody_can_read_it(looked):
-    """Contrast, names, order and keyboard, as far as axe-core finds what is wrong."""
-    for look in looked["looks"]:
-        meant = MEANT.get(look["page"], ())
-        found = [said for said in look["axe"] if not said.startswith(meant or ("?",))]
-        assert not found, f"{look['page']}, {look['width']} wide, {look['scheme']}: {found}"
+@pytest.mark.parametrize("name", [name for name in alone.NAMES if name != "trace"])
+def test_a_visitor_moves_everything_to_its_ends(name, book):
+    """With the keyboard and the mouse, at two widths: no error, no word cut or too small."""
+    looks = looked(book, "used", f"book/playground/{name}.html")
+    assert len(looks) == 2
+    for look in looks:
+        assert not look["wrong"], f"{name}, {look['width']} wide:\n" + "\n".join(look["wrong"])
+        assert len(look["done"]) >= 3, look["done"]
+        if name == "speculation":
+            assert look["shown"]["q2-shown"] == "1.0" and look["shown"]["q1-shown"] == "0.0"
 
 
 @in_a_browser
-def test_a_term_opens_for_the_keyboard_and_closes(looked):
-    for said, page in (("term", "lessons/GLOSSARY.md"), ("term_ko", "ko/lessons/GLOSSARY.md")):
-        assert looked[said] in glossary.definitions(REPOSITORY, page).values()
+@pytest.mark.parametrize("page", [LESSON, f"{ROOMS[0]}/MORE.html"])
+def test_a_lesson_can_be_printed(page, book):
+    (found,) = looked(book, "printed", page)
+    assert found == {"cut": [], "missing": [], "errors": [], "over": False}
 
 
 @in_a_browser
-def test_the_search_finds_without_a_server(looked):
-    titles, found = looked["search"]["titles"], " ".join(looked["search"]["titles"])
-    assert "Glossary" in found and "Lesson 15" in found and not HANGUL.search(found), titles
-    assert looked["search"]["errors"] == []
+@pytest.mark.parametrize("at", ["", "ko/"])
+def test_a_term_opens_for_the_keyboard_and_closes(at, book):
+    (found,) = looked(book, "term", at + LESSON)
+    assert found["said"] in glossary.definitions(REPOSITORY, f"{at}lessons/GLOSSARY.md").values()
+    assert found["is_closed"] and found["errors"] == []
 
 
 @in_a_browser
-def test_a_korean_page_searches_in_korean_pages(looked):
-    titles, found = looked["search_ko"]["titles"], " ".join(looked["search_ko"]["titles"])
-    assert "용어집" in found and "레슨 15" in found and "Lesson" not in found, titles
-    assert looked["search_ko"]["errors"] == []
+def test_the_search_finds_without_a_server(book):
+    (found,) = looked(book, "search", LESSON, "preemption")
+    titles = " ".join(found["titles"])
+    assert "Glossary" in titles and "Lesson 15" in titles and not HANGUL.search(titles), titles
+    assert found["errors"] == []
+
+
+@in_a_browser
+def test_a_korean_page_searches_in_korean_pages(book):
+    (found,) = looked(book, "search", f"ko/{LESSON}", "preemption")
+    titles = " ".join(found["titles"])
+    assert "용어집" in titles and "레슨 15" in titles and "Lesson" not in titles, titles
+    assert found["errors"] == []
+
+
+@in_a_browser
+def test_a_look_that_takes_too_long_names_its_page_and_its_step(book):
+    with pytest.raises(pytest.fail.Exception, match=r"whole index\.html: not done after 0\.9 s: ."):
+        looked(book, "whole", "index.html", seconds=0.9)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)none\.html stopped: .*opening it"):
+        looked(book, "whole", "none.html")
 
 
 def test_the_book_names_what_looks_at_it():

@@ -5,12 +5,17 @@ meta device tensors have no values, and whatever would read one raises.
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l03_kv_cache.batch import Batch, new_batch, sequences
+from lessons.l12_paged_kv.kernels.stand_ins import LESSON_12_TORCH
 from lessons.l12_paged_kv.lab.testing import new_deepseek
 from lessons.l12_paged_kv.runner import new_pool, paged_rung_of
-from reference.parallel.shared_tokens import over_whole_blocks
+from lessons.l20_parallelism.processes.group import Group
+from lessons.toolbox.proof.planted import with_bug
+from reference.parallel import shared_tokens
+from reference.parallel.shared_tokens import StepShare, TokenShare, over_whole_blocks
 
 BLOCK = 4
 # new tokens, tokens held: two single queries in front of prompts
@@ -92,3 +97,29 @@ def test_a_step_over_latents_reads_nothing(name, monkeypatch):
         monkeypatch.setattr(Batch, "in_two", property(lengths_left_out))
         with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
             run_on_meta(new_deepseek(), name)
+
+
+# ---------------------------------------------------------------- single queries of shards
+
+
+def decode_on_meta(module, window: int | None) -> None:
+    """Single queries over tokens that shards share, with sinks, as a CUDA graph records them."""
+    share = TokenShare(Group.alone())
+    batch = step_of("single queries", "meta")
+    batch = replace(batch, share=StepShare(share.own_lens(batch.context_lens)), lengths=None)
+    q, cache = torch.empty(2, 4, 8, device="meta"), torch.empty(64, BLOCK, 1, 8, device="meta")
+    ops = module.sharing(LESSON_12_TORCH, share, module.torch_states, BLOCK)
+    sinks = torch.empty(4, device="meta")
+    assert ops.decode(q, cache, cache, batch, 0.3, window, sinks=sinks).shape == q.shape
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_shards_read_nothing_for_single_queries(window):
+    decode_on_meta(shared_tokens, window)
+
+
+def test_a_length_that_is_read_there_is_seen(tmp_path):
+    wrong = "place = torch.arange(int(batch.context_lens.max() // block_size) + 1"
+    right = "place = torch.arange(min(width, -(-most // block_size) + 1)"
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
+        decode_on_meta(with_bug(shared_tokens, tmp_path, right, wrong), 3)

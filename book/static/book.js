@@ -20,9 +20,21 @@
     document.querySelectorAll("article pre, article .table-wrapper").forEach((box) => {
       box.setAttribute("tabindex", "0");
     });
+    document.querySelectorAll("article table").forEach((table) => {
+      // Where the first column has no heading, it has the names of the rows.
+      const corner = table.querySelector("thead th");
+      if (!corner || corner.textContent.trim()) return;
+      corner.outerHTML = "<td></td>";
+      table.querySelectorAll("tbody tr > td:first-child").forEach((cell) => {
+        const name = document.createElement("th");
+        name.scope = "row";
+        name.className = cell.className;
+        name.append(...cell.childNodes);
+        cell.replaceWith(name);
+      });
+    });
     document.querySelectorAll("article th").forEach((cell) => {
-      // The first column of some tables has no heading.
-      if (!cell.textContent.trim()) cell.outerHTML = "<td></td>";
+      if (!cell.textContent.trim()) cell.outerHTML = "<td></td>"; // a heading that says nothing
     });
   }
 

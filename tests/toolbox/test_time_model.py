@@ -12,7 +12,7 @@ from lessons.toolbox.gpu.arguments import WATCHERS
 from lessons.toolbox.gpu.counters import counting
 from lessons.toolbox.gpu.ptx import Instruction, Line
 from lessons.toolbox.measure.hardware import lookup
-from lessons.toolbox.profile import points
+from lessons.toolbox.profile import measured, points
 from lessons.toolbox.profile.counted import KernelProfile
 from lessons.toolbox.profile.engines import Flag, SMWithEngine
 from lessons.toolbox.profile.figure import model_figure
@@ -214,6 +214,20 @@ def test_the_points_are_those_of_the_measurements(record):
         if point["source"] != "counters.json":
             assert point["measured_s"] == times.pop((point["source"], point["name"]))
     assert not times, "a point of the table was not predicted"
+
+
+def test_the_launches_are_those_that_the_gpu_counted(record):
+    """But for functions whose kernel is another today."""
+    mine = [
+        (point["lesson"], point["name"], point["measured_s"])
+        for point in record["table"]
+        if point["source"] == "counters.json"
+    ]
+    assert mine == [
+        (each["lesson"], f"{each['function']}: {each['kernel']}", each["duration_s"])
+        for each in sorted(measured.measured(), key=lambda each: each["lesson"])
+        if (each["lesson"], each["function"]) not in measured.REPLACED
+    ]
 
 
 def test_the_model_is_as_good_as_the_course_says(record):

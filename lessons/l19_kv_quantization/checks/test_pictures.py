@@ -258,3 +258,15 @@ def test_the_examples_of_steps_6_and_8():
     assert (one, other) == (127, -6)
     found, exact = scale * (one + 2 * other), 6 + 2 * -0.3
     assert f"{scale:.4f} · (127 − {-2 * other}) = {found:.2f}, exactly {exact:.1f}" in README
+
+
+def test_the_example_of_step_9():
+    """Codes that are multiplied, and their scales after the sum."""
+    x, row = torch.tensor([[12.7, -0.34]]), torch.tensor([[0.5, 2.54]])
+    (x_codes, x_scale), (w_codes, w_scale) = (FORMATS["int8"].quantize(one) for one in (x, row))
+    x_codes, w_codes = (codes.view(torch.int8) for codes in (x_codes, w_codes))
+    assert (x_codes.tolist(), w_codes.tolist()) == ([[127, -3]], [[25, 127]])
+    assert (float(x_scale), float(w_scale)) == pytest.approx((0.1, 0.02))
+    found = 0.1 * 0.02 * float((x_codes.float() @ w_codes.float().T).item())
+    exact = float(x.double() @ row.double().T)
+    assert f"(127 · 25 − 3 · 127) = {found:.3f}, exactly {exact:.3f}\n" in README

@@ -224,30 +224,29 @@ BUGS = {
     "up in gate's place": (
         "up_ptr = gate_ptr + tl.cast(inner, tl.int64) * size", "up_ptr = gate_ptr",
     ),
-    "gate's scales for up": ("tiles_n + n // TILE", "n // TILE"),
-    "the first tile's scales for all rows": (
-        "load_scales(gate_scales, n // TILE, steps", "load_scales(gate_scales, n * 0, steps",
-    ),
+    "gate's scales for up": ("tl.load(gate_scales + tiles_n * steps + step)", "tl.load(gate_scales + step)"),
+    "the first tile's scales for all rows": ("(2 * tiles_n) + first // TILE)", "(2 * tiles_n))"),
     "the first tile's scales for all rows of down": (
-        "load_scales(down_scales, n // TILE", "load_scales(down_scales, n * 0",
+        "tl.cdiv(size, TILE) + first // TILE)", "tl.cdiv(size, TILE))",
     ),
-    "the first step's scales": (
-        "tile_row[None, :] * stride + step", "tile_row[None, :] * stride + 0 * step",
-    ),
-    "the first group's scale of a token": ("tl.load(x_scale + step", "tl.load(x_scale + 0 * step"),
-    "the first group's scale of h": ("tl.load(h_scale + step", "tl.load(h_scale + 0 * step"),
+    "the first step's scales": ("tl.load(gate_scales + step)", "tl.load(gate_scales + 0 * step)"),
+    "the first step's scales of down": ("tl.load(down_scales + step)", "tl.load(down_scales + 0 * step)"),
+    "the first group's scale of a row": ("row * steps + step,", "row * steps + 0 * step,"),
+    "the scale of x of the step before": ("        of_x = ahead\n", ""),
+    "the scale of h of the step before": ("        of_h = ahead\n", ""),
+    "the scale of x of this step again": ("is_scale, steps, step + 1)\n        start = step * TILE\n        x", "is_scale, steps, step)\n        start = step * TILE\n        x"),
     "the pair's scale of x, not its token's": (
-        "x_scales_ptr + pair // TOP_K * steps",
-        "x_scales_ptr + pair % (num_pairs // TOP_K) * steps",
+        "tl.reshape(pair // TOP_K, (BLOCK_M,))",
+        "tl.reshape(pair % (num_pairs // TOP_K), (BLOCK_M,))",
     ),
     "the pair's row of x, not its token's": (
         "x_ptr + pair // TOP_K * size", "x_ptr + pair % (num_pairs // TOP_K) * size",
     ),
     "one expert's scales for all": (
-        "scales_ptr + expert * (2 * tiles_n) * steps", "scales_ptr + 0 * expert * steps",
+        "(expert * (2 * tiles_n) + first", "(0 * expert + first",
     ),
     "one expert's scales of down for all": (
-        "scales_ptr + expert * tl.cdiv(size, TILE) * steps", "scales_ptr + 0 * expert * steps",
+        "(expert * tl.cdiv(size, TILE) + first", "(0 * expert + first",
     ),
     "one expert for all tiles": (
         "weight_ptr + expert * (2 * inner) * size", "weight_ptr + 0 * expert",
@@ -259,8 +258,8 @@ BUGS = {
     "the last step only": ("acc += tl.dot", "acc = tl.dot"),
     "the last step of gate only": ("gate += tl.dot", "gate = tl.dot"),
     "a tail of h is dropped": (
-        "start + k < inner), other=0.0)\n        of_h",
-        "start + k < inner - 1), other=0.0)\n        of_h",
+        "h_row + start + k, mask=is_row & (start + k < inner)",
+        "h_row + start + k, mask=is_row & (start + k < inner - 1)",
     ),
     "a group's scale from its first half": (
         "tl.max(tl.abs(x), axis=1", "tl.max(tl.where(column % GROUP < 64, tl.abs(x), 0.0), axis=1",
