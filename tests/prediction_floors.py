@@ -29,7 +29,6 @@ UNITS = {
 }
 # A model of networks, whose numbers stand beside published ones: tests/test_l23_experts.py.
 NO_KERNELS = ("l23_large.json",)
-TO_BE_MADE_AGAIN = ("l23_codes.json",)  # its sample met tiles that no expert uses
 Path_ = tuple  # keys and indices, from a record's root to a time
 
 
@@ -252,6 +251,7 @@ FLOORS: dict[str, Callable[[dict], Held]] = {
     "l19_latents.json": latent_rows,
     "l19_products.json": products,
     "l21_together.json": adapters,
+    "l23_codes.json": expert_codes,
     "l23_prefill.json": expert_prompts,
     "l26_gather.json": gathers,
     "l27_predicted.json": states,

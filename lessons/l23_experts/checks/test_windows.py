@@ -129,6 +129,23 @@ def test_a_row_is_copied_and_nothing_beside_it(words):
     assert targets.tolist() == [12 * [0], expected, 12 * [0]]
 
 
+@pytest.mark.skipif(ON_GPU, reason="NOT RUN: needs memory of several GPUs")
+@pytest.mark.parametrize("kind", [windows.Windows, KernelWindows])
+def test_all_slots_of_an_expert_are_full(kind):
+    """The second of three gets every token; what others would send back stays where it is."""
+    written = new_windows(Group.alone(), 3, SLOTS, 24, 24, kind=kind)
+    rows = torch.arange(SLOTS * 24).view(SLOTS, 24).to(torch.uint8)
+    chosen = torch.ones(SLOTS, 1, dtype=torch.int64)
+    written.dispatch(rows, chosen, slots_of(chosen, 3))
+    assert written.own.full.tolist() == [[0, SLOTS, 0]] and torch.equal(
+        written.own.rows[0, 1], rows
+    )
+    written.own.results.fill_(7)
+    written.combine(written.own.rows.flatten(0, 2) + 1)
+    assert torch.equal(written.own.results[1], rows + 1)
+    assert (written.own.results[[0, 2]] == 7).all()
+
+
 BUGS = {
     "no rank waits for rows": (
         "window.full[self.memory.rank] = full[peer]\n        self.memory.barrier()",
