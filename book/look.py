@@ -1,7 +1,7 @@
 """What a browser makes of a page of the book: one line of JSON for each window.
 
     python -m book.look /usr/bin/chromium build/book/html whole index.html
-    python -m book.look /usr/bin/chromium build/book/html term lessons/l09_flash_attention/README.html
+    python -m book.look /usr/bin/chromium build/book/html term INSTALL.html
     python -m book.look /usr/bin/chromium build/book/html search api.html preemption
     python -m book.look /usr/bin/chromium build/book/html used book/playground/lanes.html
 

@@ -151,8 +151,8 @@ def fitting(
 def table(context: int, gpu: str) -> list[str]:
     """The rows as Markdown. Raises ValueError for an unknown GPU."""
     lines = [
-        f"| model | query / KV heads | kind | KiB a token | as MHA | {lookup(gpu).name} | sequences of "
-        f"{context} |",
+        "| model | query / KV heads | kind | KiB a token | as MHA | "
+        f"{lookup(gpu).name} | sequences of {context} |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [

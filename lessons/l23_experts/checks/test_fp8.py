@@ -224,17 +224,20 @@ BUGS = {
     "up in gate's place": (
         "up_ptr = gate_ptr + tl.cast(inner, tl.int64) * size", "up_ptr = gate_ptr",
     ),
-    "gate's scales for up": ("tl.load(gate_scales + tiles_n * steps + step)", "tl.load(gate_scales + step)"),
+    "gate's scales for up": ("gate_scales + tiles_n * steps + step", "gate_scales + step"),
     "the first tile's scales for all rows": ("(2 * tiles_n) + first // TILE)", "(2 * tiles_n))"),
     "the first tile's scales for all rows of down": (
         "tl.cdiv(size, TILE) + first // TILE)", "tl.cdiv(size, TILE))",
     ),
     "the first step's scales": ("tl.load(gate_scales + step)", "tl.load(gate_scales + 0 * step)"),
-    "the first step's scales of down": ("tl.load(down_scales + step)", "tl.load(down_scales + 0 * step)"),
+    "the first step's scales of down": ("down_scales + step)", "down_scales + 0 * step)"),
     "the first group's scale of a row": ("row * steps + step,", "row * steps + 0 * step,"),
     "the scale of x of the step before": ("        of_x = ahead\n", ""),
     "the scale of h of the step before": ("        of_h = ahead\n", ""),
-    "the scale of x of this step again": ("is_scale, steps, step + 1)\n        start = step * TILE\n        x", "is_scale, steps, step)\n        start = step * TILE\n        x"),
+    "the scale of x of this step again": (
+        "step + 1)\n        start = step * TILE\n        x",
+        "step)\n        start = step * TILE\n        x",
+    ),
     "the pair's scale of x, not its token's": (
         "tl.reshape(pair // TOP_K, (BLOCK_M,))",
         "tl.reshape(pair % (num_pairs // TOP_K), (BLOCK_M,))",

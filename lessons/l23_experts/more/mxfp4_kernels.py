@@ -6,8 +6,8 @@
   has to be bfloat16 as well.
 - **Two codes at once.** A thread takes 32 bits, eight codes. One shift and one mask move two of
   them, 16 bits apart, into place. They are no neighbours, so x is reordered instead of the weights.
-- **Weights on the left.** They come out of registers, and Hopper's matrix unit takes the left one of
-  its two matrices from there. So a tile is computed as W · xᵀ.
+- **Weights on the left.** They come out of registers, and Hopper's matrix unit takes the left one
+  of its two matrices from there. So a tile is computed as W · xᵀ.
 """
 
 from torch import Tensor
@@ -101,7 +101,7 @@ def sum_of(
     acc = tl.zeros((n.shape[0], BLOCK_M), tl.float32)
     exponents = load_exponents(exponent_column, 0, size, outputs, is_n, BLOCK_K)
     for start in range(0, size, BLOCK_K):
-        # a step ahead by hand: a thread's piece is too small for the copies that Triton starts ahead
+        # a step ahead by hand: a thread's piece is too small for copies that Triton starts ahead
         ahead = load_exponents(exponent_column, start + BLOCK_K, size, outputs, is_n, BLOCK_K)
         x = tl.load(x_row + start + k, mask=is_row & (start + k < size), other=0.0)
         w = load_weights(word_row, exponents, start, size, is_n, BLOCK_K)

@@ -48,7 +48,7 @@ class WideTiles(NamedTuple):
 
 # Chosen by the compiler (no spills) and by lab/prefill.py's predictions; no GPU has timed it.
 TILES = WideTiles(64, 256, 64, 8, 8, 3)
-FEWEST_ROWS = 128  # that an expert has on average; lab/prefill.py predicts a gain from 64 on
+FEWEST_ROWS = 128  # that an expert has on average; lab/prefill.py: a loss at 64, a gain at 256
 PARTS = 3
 
 
