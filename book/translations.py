@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = "ko"
 FRONT = {"README.ko.md": "README.md"}
 OWN = ("ko/TERMS.md",)  # which translates no page
+BESIDE = ("GLOSSARY", "NOTATION", "GUIDES", "PROFILING", "CHOOSING")  # the lessons
 CELLS = "ko/notebooks/"  # cells of notebooks: see book/notebooks.py
 STAMP = re.compile(r"<!-- source: (\S+) sha256: ([0-9a-f]{64}) -->\n")
 # the line that leads to the same page in the other language
@@ -57,10 +58,11 @@ def translated(root: Path) -> list[str]:
 
 def wanted(root: Path) -> list[str]:
     """The English pages that the Korean edition means to have, in the order of reading."""
-    rooms = sorted(root.glob("lessons/l[0-9][0-9]_*/README.md"))
-    rooms = [path.relative_to(root).as_posix() for path in rooms]
-    beside = ["GLOSSARY", "NOTATION", "GUIDES", "PROFILING", "CHOOSING"]
-    return ["README.md", "INSTALL.md", *(f"lessons/{page}.md" for page in beside), *rooms]
+    rooms = [path.relative_to(root) for path in sorted(root.glob("lessons/l[0-9][0-9]_*"))]
+    pages = [f"{room}/{name}.md" for room in rooms for name in ("README", "MORE")]
+    there = [page for page in pages if (root / page).is_file()]
+    beside = [f"lessons/{name}.md" for name in BESIDE]
+    return ["README.md", "INSTALL.md", *beside, *there, "CONTRIBUTING.md", "lessons/TEACHING.md"]
 
 
 def missing(root: Path) -> list[str]:

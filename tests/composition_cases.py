@@ -68,7 +68,7 @@ LATENTS = dict(
     v_head_dim=16,
     n_routed_experts=4,
     num_experts_per_tok=2,
-    moe_intermediate_size=32,
+    moe_intermediate_size=64,  # so that two shards have whole groups of 32
     n_shared_experts=1,
     first_k_dense_replace=1,
     moe_layer_freq=1,
@@ -145,9 +145,12 @@ def stored_as(weights: str, family: str) -> tuple[str, str | None]:
     if weights in ("plain", "int8", "int4", "FP8", "MXFP4"):
         return str(folder), None if weights == "plain" else weights.lower()
     out = FOLDER / f"{family}-{weights}"
-    if weights == "GGUF":
-        out = out.with_suffix(".gguf")
-        assert quantize(["--model", str(folder), "--out", str(out), "--method", "q8_0"]) == 0
+    kinds = {"GGUF": ["q8_0"], "W8A8": ["int8", "--activations", "int8"]}
+    kinds["W4A8"] = ["int4", "--activations", "int8"]
+    if weights in kinds:
+        out = out.with_suffix(".gguf") if weights == "GGUF" else out
+        where = ["--model", str(folder), "--out", str(out)]
+        assert quantize([*where, "--method", *kinds[weights]]) == 0
     else:
         model = load_model(folder, "cpu", torch.float32)
         codes = quantize_model(model, "int4", None, Settings(group_size=32))
@@ -163,13 +166,14 @@ def model_of(weights: str, family: str) -> Decoder:
 
 # ---------------------------------------------------------------- what a set of features asks for
 
-STORED = ("AWQ", "GPTQ", "GGUF")  # weights that a checkpoint has in fewer bits
+STORED = ("W8A8", "W4A8", "AWQ", "GPTQ", "GGUF")  # weights that a checkpoint has in fewer bits
 WEIGHTS = ("int8", "int4", "FP8", "MXFP4", *STORED)
 # feature -> arguments of the engine; of several the later ones win
 ARGUMENTS = {
     "fp8 KV": dict(kv_cache_dtype="fp8"),
     "int8 KV": dict(kv_cache_dtype="int8"),
     "int4 KV": dict(kv_cache_dtype="int4"),
+    "fp8_ds_mla KV": dict(kv_cache_dtype="fp8_ds_mla"),
     "LoRA": dict(enable_lora=True, max_loras=2, max_lora_rank=8),
     "tensor parallel": dict(tensor_parallel_size=2),
     "pipeline parallel": dict(pipeline_parallel_size=2),
@@ -197,12 +201,14 @@ ARGUMENTS = {
     "batch invariant": dict(batch_invariant=True),
 }
 # Which say what a token is. What is left may not change one.
-MEANINGS = {*WEIGHTS, "fp8 KV", "int8 KV", "int4 KV", "LoRA", "structured", "n > 1", "beams"}
+CODES = {"fp8 KV", "int8 KV", "int4 KV", "fp8_ds_mla KV"}
+MEANINGS = {*WEIGHTS, *CODES, "LoRA", "structured", "n > 1", "beams"}
 MEANINGS |= {"pictures", "MoE", "MLA", "states", ONE_HEAD}
 
 
 def family_of(features) -> str:
-    family = next((name for name in ("states", "MoE", "MLA") if name in features), "dense")
+    usual = "MLA" if "fp8_ds_mla KV" in features else "dense"  # only latents have that format
+    family = next((name for name in ("states", "MoE", "MLA") if name in features), usual)
     # Two shards share the tokens of a head if there is one alone.
     has_one = {ONE_HEAD, "decode context"} & set(features) and family in ("dense", "MoE")
     return f"{family}, {ONE_HEAD}" if has_one else family
@@ -299,6 +305,9 @@ def args_of(features) -> EngineArgs:
     for feature in ARGUMENTS:
         if feature in features:
             arguments |= ARGUMENTS[feature]
+    ends_early = "structured" in features and family_of(features) == "MLA"
+    if ends_early and {"recompute", "swap"} & set(features):
+        arguments |= dict(num_gpu_blocks_override=10)
     if {"states", "prefix cache"} <= set(features):  # a prompt stops where it parts from another
         arguments |= dict(enable_chunked_prefill=True)
     for method in METHODS:
@@ -327,8 +336,8 @@ def engine_of(features, is_third: bool = False):
     engine = engine_over(model, None, args, drafter, eyes)
     pools = [engine.runner.pool, *(engine.speculation.proposer.pools if drafter else ())]
     for slots in (slots for pool in pools for slots in pool.tensors):
-        if slots.is_floating_point():
-            slots.fill_(torch.nan)  # no row may be read that was not written
+        # no row may be read that was not written: as a code or a scale of FP8, 0xFF is NaN, too
+        slots.fill_(torch.nan if slots.is_floating_point() else 0xFF)
     return engine
 
 
@@ -410,8 +419,10 @@ def unseen(features, outputs: list) -> set[str]:
 def expected(meanings: frozenset) -> list[list[list[int]]]:
     """The tokens of these features, which are all of the first kind."""
     family, prompts = family_of(meanings), prompts_of(meanings)
-    if meanings & {"fp8 KV", "int8 KV", "int4 KV", "structured", "beams", "n > 1"}:
+    if meanings & (CODES | {"structured", "beams", "n > 1"}):
         return serve_alone(meanings)
+    if "LoRA" in meanings and meanings & {"W8A8", "W4A8"}:
+        return serve_alone(meanings)  # a matrix that rounds what it receives merges with none
     model = model_of(weights_of(meanings), family)
     adapted = merged(model, adapter_of(family)[1]) if "LoRA" in meanings else model
     return [

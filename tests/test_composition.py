@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from lessons.l17_tree_speculation.arguments import check_model
+from lessons.l19_kv_quantization.kernels.latents import naive, pool
+from lessons.toolbox.proof.planted import with_bug
 from reference.engine.engine_args import EngineArgs
 from reference.features import composition
 from reference.features.composition import GROUP_OF, Apart, are_apart, why_apart
@@ -21,6 +23,7 @@ from tests.composition_cases import (
     args_of,
     check,
     engine_of,
+    family_of,
     model_of,
     stored_as,
 )
@@ -54,7 +57,7 @@ def asked(pair):
         return config_for(EngineArgs(str(ROOT / "models/tiny-vision"), **size))
     if why_apart(*pair) == why_apart("GGUF", "MLA"):  # none is written either
         with pytest.raises(AssertionError):
-            stored_as("GGUF", pair[1])
+            stored_as("GGUF", family_of(pair))
         raise ValueError(why_apart(*pair))
     if why_apart(*pair) == why_apart("eagle", "MLA"):  # said when heads are loaded
         return check_model(model_of("plain", "MLA"))
@@ -89,6 +92,16 @@ def test_a_false_cell_is_found(monkeypatch):
     monkeypatch.setattr(composition, "APART", ())
     with pytest.raises(ValueError):
         holds(("int8", "batch invariant"))
+    with pytest.raises(ValueError, match="such models store no latents"):
+        holds(("fp8_ds_mla KV", "MoE"))
+
+
+def test_rows_that_depend_on_the_step_are_found(tmp_path, monkeypatch):
+    """Latents in FP8 whose scales are those of all tokens of a step."""
+    wrong = with_bug(naive, tmp_path, "groups.abs().amax(-1)", "groups.abs().amax((0, -1))[None]")
+    monkeypatch.setattr(pool, "rows_of", wrong.rows_of)
+    with pytest.raises(AssertionError):
+        holds(("fp8_ds_mla KV", "prefix cache"))
 
 
 def test_every_feature_is_in_the_table():

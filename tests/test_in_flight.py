@@ -13,7 +13,7 @@ from reference.engine.engine import Engine
 from reference.engine.sampling_params import SamplingParams
 from reference.parallel.in_flight import InFlight, PipelinedScheduler
 from reference.parallel.remote_sampler import RemoteSampler
-from tests.engine_histories import History, House, new_engine
+from tests.engine_histories import History, House, PassFailed, new_engine
 from tests.parallel_cases import (
     answers,
     parallel_engine,
@@ -120,6 +120,26 @@ class LeavesThemThere(InFlight):
 def test_a_slip_is_found_by_histories(slips):
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, RuntimeError)):
         check_histories(400, *slips, database=None, derandomize=True, phases=[Phase.generate])
+
+
+def test_a_failing_pass_takes_no_namesake_of_one_that_was_aborted():
+    """It has come since, by the same name, and waits for its first pass."""
+    engine = pipelined(House(40, 1, 1, 16), {1: "before"}, 2)
+    params = SamplingParams(temperature=0, max_tokens=9, detokenize=False, ignore_eos=True)
+    engine.add_request("a", [1, 2, 3], params)
+    engine.step()
+    assert engine.under_way, "its token is on its way"
+    engine.abort_request("a")
+    engine.add_request("b", [4, 5, 6], params)
+    engine.add_request("a", [7, 8, 9], params)
+    engine.runner.steps += 1
+    with pytest.raises(PassFailed):
+        engine.step()
+    assert list(engine.requests) == ["a"]
+    while engine.has_unfinished_requests:
+        engine.runner.steps += 1
+        [output] = engine.step() or [None]
+    assert output.request_id == "a" and len(output.outputs[0].token_ids) == 9
 
 
 # ---------------------------------------------------------------- the bubble, on virtual time

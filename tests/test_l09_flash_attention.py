@@ -11,9 +11,11 @@ from torch.nn.attention import SDPBackend
 
 from lessons.l09_flash_attention import naive
 from lessons.l09_flash_attention.lab import backends, pictures, traffic
+from lessons.l09_flash_attention.lab.eight_bits import launch_s
 from lessons.l09_flash_attention.tiles import SKIPPED, UNMASKED, VISITED, Tiles, tile_map
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.profile.replay import CONSTANTS
 from tests.excerpts import excerpts, plain_readme, stray_excerpts
 
 ROOM = Path(traffic.__file__).parents[1]
@@ -100,6 +102,15 @@ def test_the_limit_of_exponentials():
     assert (product_s + exp_s) / product_s == pytest.approx(1.5, abs=0.02)
     assert (product_s + exp_s + rest_s) / product_s == pytest.approx(1.8, abs=0.03)
     assert round(989 / 1.5, -1) == 660 and round(989 / 1.8, -1) == 550
+
+
+def test_a_predicted_launch_is_as_long_as_its_busiest_processor():
+    """32 heads of 64 blocks are 15.5 programs for each of 132 processors, so one has 16."""
+    clocks = launch_s(8192, False, fixed=1000, tile=10) * H200.clock_hz
+    assert clocks == pytest.approx(16 * (1000 + 64 * 10) + CONSTANTS.launch)
+    even = 32 * (1000 * 64 + 10 * 64 * 65 / 2) / 132
+    causal = launch_s(8192, True, fixed=1000, tile=10) * H200.clock_hz - CONSTANTS.launch
+    assert even < causal < 1.04 * even  # short ones come last, and one may be left over
 
 
 def test_the_answers_of_the_quiz():

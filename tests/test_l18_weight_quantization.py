@@ -9,6 +9,7 @@ import torch
 from lessons.l01_roofline.planner.models import find_model
 from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS as BLOCKS
 from lessons.l18_weight_quantization.lab import examples, floors
+from lessons.l18_weight_quantization.methods.gptq import inverse_factor
 from lessons.l18_weight_quantization.naive import per_tensor, round_to_nearest
 from lessons.toolbox.measure.hardware import CHIPS
 from tests.excerpts import plain_readme, stray_excerpts
@@ -76,6 +77,34 @@ def test_the_readme_rounds_as_the_code_does():
     assert f"moves from 1.35 to {case.moved[1]:.2f} *before*" in README
     errors = f"from {case.nearest_error:.2f} to {case.feedback_error:.2f}"
     assert f"falls {errors}, because" in README
+
+
+def said(matrix: torch.Tensor) -> str:
+    """[2, 2] as the README writes it."""
+    rows = (", ".join(f"{x:.2f}".removesuffix(".00") for x in row) for row in matrix.tolist())
+    return f"(({'), ('.join(rows)}))".replace("-", "−")
+
+
+def test_the_examples_of_gptq_and_awq():
+    """Steps 8 and 9: the factor gives the ratio of the picture, and a scale protects a column."""
+    hessian = torch.tensor([[1, 0.8], [0.8, 1]], dtype=torch.float64)
+    inverse = torch.linalg.inv(hessian)
+    factor = inverse_factor(hessian, damping=0)
+    assert f"H⁻¹ = {said(inverse)},   U = {said(factor)}\n" in README
+    ratio = float(factor[0, 1] / factor[0, 0])
+    assert ratio == pytest.approx(float(inverse[0, 1] / inverse[0, 0]))
+    moved = f"1.35 − (2.4 − 2) · −{-ratio:g} = {1.35 - 0.4 * ratio:.2f}\n"
+    assert f"= −{-ratio:g},       so the second weight becomes {moved}" in README
+    weight, x = torch.tensor([[0.33, 1.4]]), torch.tensor([10.0, 1.0])
+    for s, codes in (((1, 1), (2, 7)), ((4, 1), (7, 7))):
+        scaled = weight * torch.tensor(s)
+        found = round_to_nearest(scaled, 4, 2, symmetric=True)
+        assert float(found.scales) == pytest.approx(0.2, rel=1e-3)
+        means = found.dequantize()
+        assert torch.allclose(means, torch.tensor([codes]) * found.scales.float())
+        error = float(((means / torch.tensor(s) - weight) @ x).abs())
+        line = next(line for line in README.splitlines() if f"codes {codes}, ŵ =" in line)
+        assert line.endswith(f"off by {error:.1f}"), (line, error)
 
 
 # {a row of the table of formats: its bits}

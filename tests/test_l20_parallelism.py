@@ -182,6 +182,7 @@ def test_the_readme_quotes_the_wire():
     assert f"n is {n:,} bytes" in README and f"A pass has {sums_of(LARGE)} sums" in README
     assert f"start {1e6 * LL.base_s:.1f} µs, hop {1e6 * NVLINK.inside.ll_hop_s:.1f} µs" in README
     assert f"W_link {NVLINK.inside.bytes_per_s / 1e9:.0f} GB/s" in README
+    assert f"PCIe has {PCIE.inside.bytes_per_s / 1e9:.0f} GB/s." in README
     bulk = f"start of {1e6 * SIMPLE.base_s:.1f} µs and hops of {1e6 * NVLINK.inside.bulk_hop_s:.1f}"
     assert f"{bulk} µs" in README and LL.share == 1 / 4 and SIMPLE.share == 1
     carried_s = WAYS["one_shot"].bytes_sent(8, n) / NVLINK.inside.bytes_per_s

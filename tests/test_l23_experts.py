@@ -159,6 +159,12 @@ def test_the_texts_quote_what_travels():
     for name in ("Mixtral 8x7B", "Qwen3-30B-A3B"):
         numbers = (rows[name][form] / 1e3 for form in ("an expert", "a rank", "a rank, FP8"))
         assert f"| {name} | " + " | ".join(f"{number:.1f}" for number in numbers) in README
+    row, of_mixtral = 2 * MIXTRAL.hidden_size, traffic.layer_of("Mixtral 8x7B")
+    one, two = (token_bytes(of_mixtral, times, Plain()) for times in (1, 2))
+    assert f"H = 4096, k = 2:  {row} + 16 + {row} = {one:,} bytes" in README
+    assert f"bytes, and 2 rows are {two / 1e3:.1f} kB" in README
+    in_fp8 = token_bytes(of_mixtral, 1, Float8()) - 16 - row
+    assert in_fp8 == 4096 + 4 * 4096 / 128 and "H + 4 · H / 128 in FP8, and 8 for each" in README
     most = [rows["DeepSeek-V3"]["an expert"]]
     most += [token_bytes(v3, 4, form) for form in (Plain(), Float8())]
     numbers = " | ".join(f"{number / 1e3:.1f}" for number in most)

@@ -167,7 +167,7 @@ def test_arguments_that_need_others(how, said):
     [
         (dict(num_redundant_experts=-1), "num_redundant_experts: got -1; accepted: a whole number"),
         (dict(step_interval=5), "eplb_config window_size: got 1000; accepted: at most step_interv"),
-        (dict(use_async=True), "eplb_config: got 'use_async'; accepted: num_redundant_experts, "),
+        (dict(policy="default"), "eplb_config: got 'policy'; accepted: num_redundant_experts, "),
         ("{}", "eplb_config: got '{}'; accepted: None, or a dict of"),
     ],
 )
@@ -175,6 +175,15 @@ def test_what_is_no_config(config, said):
     with pytest.raises(ValueError) as error:
         EPLBConfig.read(config)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_example_of_vllm_s_page_is_read():
+    """Its "Expert Parallel Deployment" logs the balance, and a newer version moves experts beside
+    steps.
+    """
+    said = dict(window_size=1000, step_interval=3000, num_redundant_experts=2)
+    more = dict(log_balancedness=True, log_balancedness_interval=20, use_async=True)
+    assert EPLBConfig.read(said | more) == EPLBConfig(2, 3000, 1000)
 
 
 def test_copies_have_to_fill_the_ranks(tmp_path):
@@ -187,7 +196,7 @@ def test_copies_have_to_fill_the_ranks(tmp_path):
 
 TOGETHER = [
     *("LoRA", "structured", "n > 1", "draft", "parallel draft", "suffix", "async", "swap"),
-    *("int8", "FP8", "MXFP4", "GPTQ", "AWQ", "int4 KV", "prefix cache", "chunked prefill"),
+    *("int8", "FP8", "MXFP4", "W4A8", "GPTQ", "AWQ", "int4 KV", "prefix cache", "chunked prefill"),
 ]
 
 

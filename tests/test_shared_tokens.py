@@ -8,9 +8,11 @@ import signal
 
 import pytest
 
+from lessons.l20_parallelism.lab.testing import CONFIGS
 from lessons.l20_parallelism.processes.launch import RankError
 from lessons.toolbox.model.checkpoint import load_config
 from reference.engine.cache_memory import bytes_per_token
+from reference.parallel.shared_tokens import check_share
 from tests.parallel_cases import (
     answers,
     assert_all_gone,
@@ -28,6 +30,11 @@ from tests.test_parallel_faults import GREEDY, Fast, at_run, llm_over
 ONE_HEAD = dict(num_key_value_heads=1)
 # because sums of shards are rounded otherwise, and in float32 that gives another code now and then
 WIDE = dict(dtype="float64")
+IN_PAIRS = dict(cp_kv_cache_interleave_size=2)
+# which has sinks, too
+WINDOWS = dict(
+    sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+)
 NGRAM = dict(method="ngram", num_speculative_tokens=2)
 # family, its changes, (tensor, shares, stages), how
 CASES = [
@@ -40,6 +47,8 @@ CASES = [
     ("llama", ONE_HEAD, (2, 2, 1), dict(speculative_config=NGRAM)),
     ("llama", ONE_HEAD, (2, 2, 1), dict(async_scheduling=True)),
     ("mixtral", {}, (4, 2, 1), dict(enable_expert_parallel=True)),
+    ("gpt_oss", WINDOWS, (4, 2, 1), {}),
+    ("gpt_oss", WINDOWS, (4, 2, 1), dict(kv_cache_dtype="int8", **WIDE, **IN_PAIRS)),
     ("deepseek_v3", {}, (2, 2, 1), {}),
     ("deepseek_v3", {}, (4, 4, 1), dict(enable_expert_parallel=True)),
     ("deepseek_v3", {}, (4, 2, 1), dict(preemption_mode="swap", cp_kv_cache_interleave_size=2)),
@@ -162,7 +171,6 @@ def test_a_rank_that_dies_ends_all_in_one_line(when, tmp_path, seed):
 
 # ---------------------------------------------------------------- what is refused
 
-WINDOWS = dict(layer_types=["full_attention", "sliding_attention", "full_attention"])
 DCP = "decode_context_parallel_size: got "
 TRANSFER = dict(kv_connector="TcpConnector", kv_role="kv_producer")
 
@@ -183,14 +191,6 @@ TRANSFER = dict(kv_connector="TcpConnector", kv_role="kv_producer")
             "cp_kv_cache_interleave_size: got 3; accepted: a divisor of block_size, 4",
         ),
         (
-            "gpt_oss",
-            WINDOWS,
-            (4, 2),
-            {},
-            f"{DCP}2; model: got 'gpt_oss'; accepted: one without sliding",
-        ),
-        ("gpt_oss", {}, (4, 2), {}, f"{DCP}2; model: got 'gpt_oss'; accepted: one without a soft"),
-        (
             "llama",
             ONE_HEAD,
             (2, 2),
@@ -210,6 +210,11 @@ def test_what_cannot_be_shared_is_refused(family, changes, sizes, how, said, tmp
         sizes = dict(tensor_parallel_size=tp, decode_context_parallel_size=dcp)
         parallel_engine(small_args(model, **sizes | how))
     assert str(error.value).startswith(said) and "\n" not in str(error.value), error.value
+
+
+def test_a_soft_cap_is_refused():
+    with pytest.raises(ValueError, match="model: got 'gemma2'; accepted: one without a soft-cap"):
+        check_share(CONFIGS["gemma2"], 4, 2)
 
 
 def test_one_process_that_shares_nothing_takes_any_interleave():

@@ -58,7 +58,7 @@ def test_one_lesson_gives_its_pictures_and_its_records(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("room", slides.rooms(), ids=lambda room: room.name)
-@pytest.mark.sample(2, of="pictures")
+@pytest.mark.sample(4, of="pictures")
 def test_every_picture_of_a_room_is_a_slide(room, tmp_path):
     wanted = {path.stem for path in room.rglob("*.svg")}
     if room.name.startswith("l00") and not has_triton():

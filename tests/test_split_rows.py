@@ -2,14 +2,23 @@
 tokens of one process, and no step sums over all rows; what is no such chain is refused.
 """
 
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from lessons.l07_kernel_fusion.fused_decoder import fused
 from lessons.l20_parallelism.lab.testing import CONFIGS, random_model
 from lessons.l20_parallelism.optimized import shard
-from lessons.l20_parallelism.processes.launch import run_ranks
+from lessons.l20_parallelism.processes.launch import RankError, run_ranks
 from lessons.l20_parallelism.processes.mesh import Mesh, new_links
+from lessons.l20_parallelism.shards import sequence
+from lessons.l20_parallelism.shards.sequence import Rows, ScatteredEmbedding
+from reference.parallel import processes
 from reference.parallel.worker import StageRunner
 from tests import composition_cases
 from tests.parallel_cases import (
@@ -61,6 +70,7 @@ BESIDE = [
     "LoRA",
     "int8",
     "AWQ",
+    "W8A8",
     "MXFP4",
     "draft",
     "ngram",
@@ -73,7 +83,9 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize("feature", [*BESIDE, "fp8 KV", "prefix cache", "chunked prefill", "n > 1"])
+@pytest.mark.parametrize(
+    "feature", [*BESIDE, "fp8 KV", "fp8_ds_mla KV", "prefix cache", "chunked prefill", "n > 1"]
+)
 @pytest.mark.sample(1, of="split rows")
 def test_beside_another_feature(feature, monkeypatch):
     """What composition promises of tensor parallelism."""
@@ -82,29 +94,95 @@ def test_beside_another_feature(feature, monkeypatch):
     composition_cases.check(frozenset({feature, "tensor parallel"}))
 
 
-def sent(world, name: str, seed: int) -> dict:
+def sent(world, name: str, seed: int, slip: str | None = None) -> dict:
     """How often each collective was called in a step of five rows, and its hidden states."""
-    links, counts = new_links(Mesh(tp=world.size)), {}
-    for splits_rows in (False, True):
-        part = fused(shard(random_model(CONFIGS[name], seed, torch.float64), links))
-        for _ in range(2):
-            runner = StageRunner(links, part, 8, 4, 32, splits_rows=splits_rows)
-        links.tensor.wire.clear()
-        hidden = runner.run([([1, 2, 3], 0), ([4, 5], 0)], [[3], [1]])
-        counts[splits_rows] = dict(links.tensor.wire.calls), hidden
+    with SLIPS[slip] if slip else nullcontext():
+        links, counts = new_links(Mesh(tp=world.size)), {}
+        for splits_rows in (False, True):
+            part = fused(shard(random_model(CONFIGS[name], seed, torch.float64), links))
+            for _ in range(2):
+                runner = StageRunner(links, part, 8, 4, 32, splits_rows=splits_rows)
+            links.tensor.wire.clear()
+            hidden = runner.run([([1, 2, 3], 0), ([4, 5], 0)], [[3], [1]])
+            counts[splits_rows] = dict(links.tensor.wire.calls), hidden
     return counts
+
+
+def holds(name: str, seed: int, slip: str | None = None) -> None:
+    """Raises AssertionError if a step splits no rows, or gives other hidden states."""
+    sums = 2 * CONFIGS[name].num_hidden_layers + 1
+    for counts in run_ranks(2, sent, name, seed, slip):
+        (whole, wanted), (halves, hidden) = counts[False], counts[True]
+        assert whole == dict(all_reduce=sums)
+        assert halves == dict(reduce_scatter=sums, all_gather=sums)
+        torch.testing.assert_close(hidden, wanted, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3"])
 @pytest.mark.sample(1, of="split rows")
 def test_a_sum_becomes_two_halves(name, seed):
     """Also of a part that was changed before, as where a GPU's memory was measured."""
-    sums = 2 * CONFIGS[name].num_hidden_layers + 1
-    for counts in run_ranks(2, sent, name, seed):
-        (whole, wanted), (halves, hidden) = counts[False], counts[True]
-        assert whole == dict(all_reduce=sums)
-        assert halves == dict(reduce_scatter=sums, all_gather=sums)
-        torch.testing.assert_close(hidden, wanted, atol=1e-10, rtol=1e-10)
+    holds(name, seed)
+
+
+# ---------------------------------------------------------------- wrong versions
+
+
+def cut_after_a_sum(self: Rows, partial: Tensor) -> Tensor:
+    """Every shard sums all rows, and keeps its own. Arguments: Rows.scatter_sum's."""
+    whole = self.group.all_reduce(pad(partial, (0, 0, 0, -len(partial) % self.group.size)))
+    return whole.chunk(self.group.size)[self.group.rank]
+
+
+def zeros_in_front(self: Rows, partial: Tensor) -> Tensor:
+    """Rows of zeros come first, and the gather cuts off the last. As Rows.scatter_sum."""
+    return self.group.reduce_scatter(pad(partial, (0, 0, -len(partial) % self.group.size, 0)))
+
+
+def rows_of_the_longest_step(self: ScatteredEmbedding, tokens: Tensor) -> Tensor:
+    """The number of tokens never falls. [T] -> [ceil(T / P), hidden_size]."""
+    self.rows.num_tokens = max(self.rows.num_tokens, len(tokens))
+    return self.rows.scatter_sum(self.embedding.partial(tokens))
+
+
+SLIPS = {
+    "a sum over all rows": mock.patch.object(Rows, "scatter_sum", cut_after_a_sum),
+    "changed twice": mock.patch.object(sequence, "as_it_was", lambda layer: layer),
+    "zeros in front": mock.patch.object(Rows, "scatter_sum", zeros_in_front),
+    "the longest step": mock.patch.object(ScatteredEmbedding, "forward", rows_of_the_longest_step),
+}
+
+
+@pytest.mark.parametrize("slip", ["a sum over all rows", "changed twice"])
+@pytest.mark.sample(1, of="split rows")
+def test_a_wrong_step_is_seen(slip, seed):
+    """In the calls of a step; or because a layer has no such part."""
+    with pytest.raises((AssertionError, RankError)) as seen:
+        holds("llama", seed, slip)
+    assert seen.type is AssertionError or "has no attribute" in str(seen.value), seen.value
+
+
+def wrong_worker(slip: str, *told) -> None:
+    """The body of a worker's process, with a slip. told: worker_main's."""
+    SLIPS[slip].start()
+    processes.worker_main(*told)
+
+
+@pytest.mark.parametrize("slip", ["zeros in front", "the longest step"])
+@pytest.mark.sample(1, of="split rows")
+def test_wrong_rows_are_seen(slip, tmp_path, seed, monkeypatch):
+    """In other tokens; or because a step has more rows than its sequences have tokens."""
+    args = small_args(write_checkpoint(tmp_path, "llama", seed), tensor_parallel_size=2, **ROWS)
+    asked = requests(seed)[:2]
+    want = answers(serve(whole_engine(args), asked))
+    monkeypatch.setattr(processes, "worker_main", partial(wrong_worker, slip))
+    engine = parallel_engine(args)
+    try:
+        assert answers(serve(engine, asked)) != want
+    except RankError as error:
+        assert "tensor" in str(error), error
+    finally:
+        engine.close()
 
 
 # ---------------------------------------------------------------- what is refused

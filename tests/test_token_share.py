@@ -24,6 +24,15 @@ from reference.parallel import shared_tokens
 from reference.parallel.shared_tokens import SharedPool, TokenShare, kernel_states, torch_states
 
 CONFIG = ModelConfig("llama", 61, 48, 1, 12, 1, 8, 64, 96)
+# a rule for attention -> the model of one layer that has it
+RULES = {
+    "all tokens": CONFIG,
+    "a window of 3": replace(CONFIG, sliding_windows=(3,)),
+    "a window of 10": replace(CONFIG, sliding_windows=(10,)),
+    "sinks": replace(CONFIG, attention_sinks=True),
+    "both": replace(CONFIG, attention_sinks=True, sliding_windows=(6,)),
+}
+SINKS = torch.linspace(-1, 3, 12, dtype=torch.float64)  # of each head
 SHARES = [(1, 1, 4), (2, 1, 4), (2, 2, 4), (2, 4, 4), (3, 1, 2), (3, 2, 6), (4, 1, 2), (4, 2, 2)]
 NUM_BLOCKS = 12
 TABLES = [[9, 2, 11, 0], [4, 7, 1], [5, 3, 8, 10]]
@@ -104,21 +113,24 @@ def outputs(pool, heads: slice, seed: int, dtype: torch.dtype) -> list[torch.Ten
     return found
 
 
-def whole_outputs(seed: int, block_tokens: int) -> list[torch.Tensor]:
+def whole_outputs(seed: int, block_tokens: int, rule: str) -> list[torch.Tensor]:
     """By one process, in float64."""
     how = dict(dtype=torch.float64, max_context_len=64)
-    pool = KVPool(CONFIG, NUM_BLOCKS, block_tokens, LESSON_12_TORCH, **how)
+    pool = KVPool(RULES[rule], NUM_BLOCKS, block_tokens, LESSON_12_TORCH, **how)
+    pool.sinks = [SINKS]
     return outputs(pool, slice(None), seed, torch.float64)
 
 
-def shared_outputs(world, cases, seed: int, by_kernels: bool = False, bug=None) -> list:
+def shared_outputs(
+    world, cases, seed: int, by_kernels: bool = False, bug=None, rule: str = "all tokens"
+) -> list:
     """A rank's heads, for each case of (size, interleave, block_size)."""
     with tempfile.TemporaryDirectory() as folder:
         module = with_bug(shared_tokens, Path(folder), *bug) if bug else shared_tokens
     dtype, found = torch.float32 if by_kernels else torch.float64, []
     for size, interleave, block_size in cases:
         share, own = module.TokenShare(world, interleave), 12 // size
-        part = replace(CONFIG, num_attention_heads=own)
+        part = replace(RULES[rule], num_attention_heads=own)
         how = dict(dtype=dtype, max_context_len=64)
         block_tokens = size * block_size
         pool = module.SharedPool(share, part, NUM_BLOCKS, block_tokens, LESSON_12_TORCH, **how)
@@ -126,30 +138,37 @@ def shared_outputs(world, cases, seed: int, by_kernels: bool = False, bug=None) 
         if by_kernels:
             pool.ops = module.sharing(LESSON_12, share, module.kernel_states, block_tokens)
         heads = slice(world.rank * own, (world.rank + 1) * own)
+        pool.sinks = [SINKS[heads]]
         with torch.inference_mode():
             found.append(outputs(pool, heads, seed, dtype))
     return found
 
 
-def largest_error(size: int, cases, seed: int, *how) -> float:
+def largest_error(
+    size: int, cases, seed: int, by_kernels: bool = False, bug=None, rule: str = "all tokens"
+) -> float:
     """Over all steps and heads, against one process."""
-    error = 0.0
+    error, how = 0.0, (by_kernels, bug, rule)
     for case, *parts in zip(cases, *run_ranks(size, shared_outputs, cases, seed, *how)):
-        want = whole_outputs(seed, size * case[2])
+        want = whole_outputs(seed, size * case[2], rule)
         for step, *rows in zip(want, *parts):
             error = max(error, float((torch.cat(rows, 1) - step).abs().max().nan_to_num(9.0)))
     return error
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.sample(1)
-def test_shared_tokens_give_whole_attention(size, seed):
-    assert largest_error(size, [case for case in SHARES if case[0] == size], seed) < 1e-12
+@pytest.mark.sample(2)
+def test_shared_tokens_give_whole_attention(size, rule, seed):
+    cases = [case for case in SHARES if case[0] == size]
+    assert largest_error(size, cases, seed, rule=rule) < 1e-12
 
 
 @pytest.mark.skipif(not has_triton(), reason="NOT RUN: needs Triton")
-def test_kernels_give_whole_attention(seed):
-    assert largest_error(2, [(2, 1, 4), (2, 2, 4)], seed, True) < 1e-5
+@pytest.mark.parametrize("rule", ["all tokens", "a window of 3"])
+def test_kernels_give_whole_attention(rule, seed):
+    """A window's single queries are PyTorch's there, too."""
+    assert largest_error(2, [(2, 1, 4), (2, 2, 4)], seed, True, rule=rule) < 1e-5
 
 
 def sent(world, seed: int) -> list[dict]:
@@ -194,8 +213,8 @@ BUGS = {
     "a turn is longer": (".clamp(0, size)", ".clamp(min=0)"),
     "gathered rank after rank": ("turns.movedim(0, 2)", "turns.movedim(0, 1)"),
     "a prompt reads its neighbour's blocks": (
-        "first = (counts.cumsum(0) - counts) * size",
-        "first = counts.cumsum(0) * 0",
+        "list(accumulate(counts[:-1], initial=0))",
+        "[0] * len(counts)",
     ),
     "whole lengths over a share": (
         "lens, most = batch.share.own_lens[: len(q)]",
@@ -207,14 +226,35 @@ BUGS = {
         "< batch.context_lens[:, None]",
         "<= batch.context_lens[:, None]",
     ),
+    "a window begins where the whole one does": (
+        "begins = share.own_lens((batch.context_lens[: len(q)] - window).clamp(min=0))",
+        "begins = (batch.context_lens[: len(q)] - window).clamp(min=0)",
+    ),
+    "a window of as many of the rank's own tokens": (
+        "begins = share.own_lens((batch.context_lens[: len(q)] - window).clamp(min=0))",
+        "begins = (lens - window).clamp(min=0)",
+    ),
+    "a window has no further block": ("-(-most // block_size) + 1", "-(-most // block_size)"),
+    "the window's first block again": (
+        "softmax_scale, begins - first * block_size)",
+        "softmax_scale, begins)",
+    ),
+    "no sinks": ("lse.T, group, sinks)", "lse.T, group)"),
 }
+
+
+def rule_of(name: str) -> str:
+    """With which rule a bug shows."""
+    if "sinks" in name or ("block" in name and "window" in name):
+        return "both"
+    return "a window of 3" if "window" in name else "all tokens"
 
 
 @pytest.mark.parametrize("name", BUGS)
 @pytest.mark.sample(2, of="bugs of shared tokens")
 def test_planted_bugs_are_seen(name, seed):
     try:
-        assert largest_error(2, [(2, 2, 4)], seed, False, BUGS[name]) > 1e-3
+        assert largest_error(2, [(2, 2, 4)], seed, bug=BUGS[name], rule=rule_of(name)) > 1e-3
     except RankError as error:
         assert "index" in str(error), error
 

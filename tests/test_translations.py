@@ -32,6 +32,15 @@ def test_what_is_missing_or_stale_is_listed():
         warnings.warn("\n".join(old), TranslationWarning, stacklevel=1)
 
 
+def test_the_edition_means_to_have_every_page_that_it_has():
+    """So that one that is deleted is missing, a lesson's MORE, too."""
+    meant = translations.wanted(REPOSITORY)
+    assert sorted(meant) == sorted(translations.source_of(page) for page in PAGES)
+    more = [page for page in meant if page.endswith("/MORE.md")]
+    rooms = sorted(REPOSITORY.glob("lessons/l[0-9][0-9]_*"))
+    assert [REPOSITORY / page for page in more] == [room / "MORE.md" for room in rooms]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_agrees_with_its_source(page):
     text = (REPOSITORY / page).read_text(encoding="utf-8")
@@ -163,6 +172,19 @@ def test_links_lead_to_korean_pages_where_there_are_some(course):
     page.write_text(text.replace("[비](B.md#둘)", "[비](../../lessons/B.md#two)"))
     (why,) = translations.complaints(course, "ko/lessons/A.md")
     assert "a link could lead to a Korean page" in why
+
+
+def test_a_page_that_is_not_translated_is_missing(course):
+    room = course / "lessons/l00_a"
+    room.mkdir()
+    for name in ("README", "MORE"):
+        (room / f"{name}.md").write_text("# A\n")
+    there = course / "ko/lessons/l00_a"
+    there.mkdir()
+    assert "lessons/l00_a/MORE.md" in translations.missing(course)
+    (there / "MORE.md").write_text("# 에이\n")
+    assert "lessons/l00_a/README.md" in translations.missing(course)
+    assert "lessons/l00_a/MORE.md" not in translations.missing(course)
 
 
 def test_a_page_is_stale_when_its_source_has_changed(course):

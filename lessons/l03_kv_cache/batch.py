@@ -21,7 +21,8 @@ class Batch:
     """One step: B sequences with T new tokens in all. Tensors are on the model's device.
 
     Lesson 3 needs the fields up to max_context_len. Lessons 12 and 17 fill the others.
-    The two integers are known to Python, so no step has to wait for the device to learn them.
+    The two integers are known to Python, and so are `lengths` of a step that Python put together.
+    So no step has to wait for the device to learn them.
     """
 
     tokens: Tensor  # [T] int64
@@ -43,7 +44,8 @@ class Batch:
     # apart.
     num_decodes: int = 0  # sequences; 0, too, if there are no prompts
     num_decode_tokens: int = 0
-    is_part: bool = False  # of a step, whose max_context_len may be that of another part
+    # (new tokens, context_lens) of each sequence; None: on the device alone, as in a CUDA graph
+    lengths: tuple[tuple[int, int], ...] | None = None
 
     @cached_property
     def in_two(self) -> tuple["Batch", "Batch"]:
@@ -51,27 +53,39 @@ class Batch:
         cut at num_decode_tokens. Made once a step, because every layer asks.
         """
         count, tokens, table = self.num_decodes, self.num_decode_tokens, self.block_table
+        known = None if self.lengths is None else self.lengths[:count]
+        others = None if self.lengths is None else self.lengths[count:]
         front = replace(
             self,
             cu_seqlens_q=self.cu_seqlens_q[: count + 1],
             context_lens=self.context_lens[:count],
             max_seqlen_q=1 if self.tree is None else self.tree.shape[1],
+            max_context_len=self.longest_of(known),
             block_table=None if table is None else table[:count],
             tree=None if self.tree is None else self.tree[:tokens],
             num_decodes=0,
-            is_part=True,
+            lengths=known,
         )
         rest = replace(
             self,
             cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
             context_lens=self.context_lens[count:],
+            max_context_len=self.longest_of(others),
             block_table=None if table is None else table[count:],
             plans=None,
             tree=None,
             num_decodes=0,
-            is_part=True,
+            lengths=others,
         )
         return front, rest
+
+    def longest_of(self, lengths: tuple[tuple[int, int], ...] | None) -> int:
+        """The most tokens that some of the sequences have; if Python does not know, that all
+        have.
+        """
+        if lengths is None:
+            return self.max_context_len
+        return max(context_len for _, context_len in lengths)
 
 
 def new_batch(
@@ -124,6 +138,7 @@ def new_batch(
         block_table=None if block_tables is None else _padded(block_tables).to(device),
         num_decodes=num_decodes,
         num_decode_tokens=num_decodes,
+        lengths=tuple(zip(lengths, context_lens)),
     )
 
 
@@ -171,10 +186,10 @@ def _padded(tables: Sequence[Sequence[int]]) -> Tensor:
 
 def sequences(batch: Batch) -> Iterator[tuple[slice, int]]:
     """For each sequence the rows of its new tokens, and how many tokens it has with them."""
-    # One alone is known to Python, so nothing is read back from the device.
-    if len(batch.context_lens) == 1 and not batch.is_part:
-        yield slice(0, batch.max_seqlen_q), batch.max_context_len
-        return
-    starts = batch.cu_seqlens_q.tolist()
-    for start, end, length in zip(starts, starts[1:], batch.context_lens.tolist()):
-        yield slice(start, end), length
+    lengths = batch.lengths
+    if lengths is None:  # read back from the device, which makes the CPU wait
+        lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.context_lens.tolist())
+    start = 0
+    for count, context_len in lengths:
+        yield slice(start, start + count), context_len
+        start += count

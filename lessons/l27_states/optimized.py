@@ -57,16 +57,19 @@ def state_step_kernel(
     is_used = slot >= 0
     cell = head * KEY_DIM * VALUE_DIM + row[:, None] * VALUE_DIM + column[None, :]
     state_ptr = states_ptr + slot * stride_slot + cell
+    # These come before the state, because what is asked for after its 16 KiB waits for all of them.
+    # q and k would hold too many registers meanwhile.
+    log_decay = tl.load(log_decay_ptr + b * num_heads + head).to(tl.float32)
+    if DELTA:
+        beta = tl.load(beta_ptr + b * num_heads + head).to(tl.float32)
+    v = tl.load(v_ptr + b * stride_vb + head * stride_vh + column, mask=in_column, other=0.0)
     state = tl.load(state_ptr, mask=inside & is_used, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + b * stride_qb + head * stride_qh + row, mask=in_row, other=0.0)
     k = tl.load(k_ptr + b * stride_kb + head * stride_kh + row, mask=in_row, other=0.0)
-    v = tl.load(v_ptr + b * stride_vb + head * stride_vh + column, mask=in_column, other=0.0)
     q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-    log_decay = tl.load(log_decay_ptr + b * num_heads + head).to(tl.float32)
 
     state *= tl.exp(log_decay)
     if DELTA:
-        beta = tl.load(beta_ptr + b * num_heads + head).to(tl.float32)
         v = beta * (v - tl.sum(state * k[:, None], axis=0))
     state += k[:, None] * v[None, :]
     out = tl.sum(state * q[:, None], axis=0)

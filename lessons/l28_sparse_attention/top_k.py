@@ -11,6 +11,9 @@ still wanted, from the left.
 The sum of a tile's flags up to a place (a cumulative sum) says where it writes, so positions come
 out in ascending order and the result is the same in every run.
 
+A row has one program, so little else hides its waiting. Tiles are large, because each ends with
+barriers. The scores of the next tile are loaded before those of this one are counted.
+
 Source of the idea: Alabi et al. 2012, Fast k-selection algorithms for graphics processing units
 (radix select).
 """
@@ -22,7 +25,7 @@ from lessons.l03_kv_cache.arguments import check_one_device, check_values
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.model.arguments import check_whole
 
-BLOCK = 1024  # scores of a tile
+BLOCK = 4096  # scores of a tile
 NUM_WARPS = 8
 
 
@@ -42,11 +45,10 @@ def as_integers(scores):
 
 
 @triton.jit
-def load_tile(row_ptr, start, length, BLOCK: tl.constexpr):
-    """The integers of a tile of scores; 0, which is never chosen, after the row's end."""
+def load_scores(row_ptr, start, length, BLOCK: tl.constexpr):
+    """A tile of scores: [BLOCK] float32, -inf, which is never chosen, after the row's end."""
     key = start + tl.arange(0, BLOCK)
-    scores = tl.load(row_ptr + key, mask=key < length, other=float("-inf"))
-    return as_integers(scores)
+    return tl.load(row_ptr + key, mask=key < length, other=float("-inf"))
 
 
 @triton.jit
@@ -57,11 +59,15 @@ def threshold_of(row_ptr, length, wanted, BLOCK: tl.constexpr):
     """
     threshold = tl.zeros((), tl.uint32)
     digit = tl.arange(0, 256)
+    scores = load_scores(row_ptr, 0, length, BLOCK)
     for step in tl.static_range(4):
         shift = 24 - 8 * step
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, length, BLOCK):
-            order = load_tile(row_ptr, start, length, BLOCK)
+            order = as_integers(scores)
+            # After the last tile comes the first again, for the next pass.
+            following = tl.where(start + BLOCK < length, start + BLOCK, 0)
+            scores = load_scores(row_ptr, following, length, BLOCK)
             # In two shifts, because one of 32 places is not defined.
             same = (order >> shift >> 8) == (threshold >> shift >> 8)
             own = ((order >> shift) & 255).to(tl.int32)
@@ -96,19 +102,25 @@ def top_k_kernel(
     threshold, ties = threshold_of(row_ptr, length, k, BLOCK)
 
     step = tl.arange(0, BLOCK)
-    taken = tl.zeros((), tl.int32)
-    seen = tl.zeros((), tl.int32)  # of those that equal the threshold
+    above = tl.zeros((), tl.int32)
+    equal = tl.zeros((), tl.int32)
     for start in range(0, length, BLOCK):
-        order = load_tile(row_ptr, start, length, BLOCK)
-        is_equal = ((order == threshold) & (order != 0)).to(tl.int32)
-        before = seen + tl.cumsum(is_equal, axis=0) - is_equal
-        is_taken = (order > threshold) | ((is_equal != 0) & (before < ties))
-        flag = is_taken.to(tl.int32)
-        place = taken + tl.cumsum(flag, axis=0) - flag
+        order = as_integers(load_scores(row_ptr, start, length, BLOCK))
+        is_above = order > threshold
+        is_equal = (order == threshold) & (order != 0)
+        # Both are counted by one sum: a tile has fewer than 2^15 scores, so the lower half of an
+        # integer has room for those above, and the upper half for the equal ones.
+        flags = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+        before = tl.cumsum(flags, axis=0) - flags
+        equal_before = equal + (before >> 16)
+        place = above + (before & 0xFFFF) + tl.minimum(equal_before, ties)
+        is_taken = is_above | (is_equal & (equal_before < ties))
         # place < k holds for right counts; a wrong one must not write into another row.
         tl.store(out_row + place, start + step, mask=is_taken & (place < k))
-        taken += tl.sum(flag)
-        seen += tl.sum(is_equal)
+        both = tl.sum(flags)
+        above += both & 0xFFFF
+        equal += both >> 16
+    taken = above + tl.minimum(equal, ties)
     for start in range(0, k, BLOCK):
         place = start + step
         tl.store(out_row + place, -1, mask=(place >= taken) & (place < k))

@@ -23,6 +23,7 @@ Sources: compressed-tensors, transform/transform_args.py, factory/hadamard.py, u
 
 import re
 from collections import Counter
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -142,6 +143,16 @@ class Rotation:
         if self.signs is not None and is_inverse:
             self.signs = self.signs[::-1]
         self.dense = (matrix.T if is_inverse else matrix).contiguous()
+
+    def to(self, device: torch.device) -> "Rotation":
+        """The same on another device."""
+        twin = copy(self)
+        if self.shuffle is not None:
+            twin.shuffle, twin.back = self.shuffle.to(device), self.back.to(device)
+        if self.signs is not None:
+            twin.signs = tuple(x if x is None else x.to(device) for x in self.signs)
+        twin.dense = self.dense.to(device)
+        return twin
 
     def __call__(self, x: Tensor) -> Tensor:
         by_kernel = x.is_cuda and self.signs is not None and x.dtype in DECODE_DTYPES

@@ -19,11 +19,8 @@ from lessons.l22_serving.admission import (
     AdmissionControl,
     Limits,
     Overloaded,
-    Queue,
     ServiceRate,
-    Waiting,
 )
-from lessons.l22_serving.engine import queue_of
 from lessons.l22_serving.mailbox import RequestStream, deliver
 from lessons.l22_serving.optimized import (
     AsyncEngine,
@@ -33,11 +30,12 @@ from lessons.l22_serving.optimized import (
 )
 from lessons.toolbox.exercises.drop_ins import PartFailed, naming_exercises
 from lessons.toolbox.model.arguments import is_number, refuse
+from reference.engine.admitted import queue_of_all
 from reference.engine.assembly import new_engine
 from reference.engine.engine import Engine
 from reference.engine.engine_args import EngineArgs, takes_vllm_names
 from reference.engine.outputs import RequestOutput
-from reference.engine.request import EngineRequest, EngineSequence
+from reference.engine.request import EngineRequest
 from reference.engine.sampling_params import SamplingParams
 from reference.engine.stats import EngineStats, IterationStats, StatsCounter
 from reference.features.lora import LoRARequest
@@ -51,6 +49,10 @@ __all__ = [
     "EngineDeadError",
     "Overloaded",
 ]
+
+
+class WorkersDied(BaseException):
+    """No Exception, which a command would give to who has asked for it."""
 
 
 @takes_vllm_names("EngineArgs")
@@ -141,6 +143,8 @@ class AsyncLLMEngine(AsyncEngine, Generates):
         self.tokenizer = engine.tokenizer
         self.info = EngineInfo.of(engine)
         super().__init__(engine)
+        for part in engine.engines:
+            part.runner.when_dead(self.end_dead)
 
     @classmethod
     def from_engine_args(
@@ -178,6 +182,16 @@ class AsyncLLMEngine(AsyncEngine, Generates):
     async def call(self, function: Callable, *arguments):
         """function(engine, *arguments), between two steps. All tokens wait for it."""
         return await self.between_steps(partial(function, self.engine, *arguments))
+
+    def end_dead(self, error: BaseException) -> None:
+        """What runs the model has died. End now and not with the next request, so that a probe of
+        /health hears of it. From any thread.
+        """
+
+        def end() -> None:
+            raise WorkersDied(error) from error
+
+        self.send(end)
 
     def shutdown(self) -> None:
         """End the thread after the step under way, and what runs the model."""
@@ -282,19 +296,3 @@ def check_timeout(timeout_s: float | None) -> None:
     """Raise ValueError unless it is None or a positive number of seconds."""
     if timeout_s is not None and not (is_number(timeout_s, 0) and timeout_s > 0):
         refuse("timeout_s", timeout_s, "None, or a positive, finite number of seconds")
-
-
-def queue_of_all(engines: list[Engine]) -> Queue:
-    """The queues of an engine's replicas as one."""
-    queues = [queue_of(engine.scheduler, waiting_one) for engine in engines]
-    waiting = [one for queue in queues for one in queue.waiting]
-    return Queue(waiting, sum(queue.free_places for queue in queues))
-
-
-def waiting_one(sequence: EngineSequence) -> Waiting:
-    """What admission asks of a sequence that waits: its prompt, and what its request may
-    generate.
-    """
-    request = sequence.request
-    prompt_tokens = len(request.prompt_token_ids)
-    return Waiting(request.user, prompt_tokens, request.most_tokens - prompt_tokens)

@@ -220,9 +220,8 @@ class Engine:
         return [request.output() for request in self.advance()]
 
     def advance(self) -> list[EngineRequest]:
-        """One pass of the model. Returns the requests that got a token.
-
-        If it raises, its requests are aborted, because it is unknown what was written.
+        """One pass of the model. Returns the requests that got a token. If it raises, its requests
+        are aborted, because it is unknown what was written.
         """
         self.scheduler.host.settle()
         step = self.scheduler.schedule()
@@ -234,7 +233,8 @@ class Engine:
             with launching_on(self.device):
                 touched = self.run(step) if sequences else []
         except BaseException:
-            for request in {sequence.request for sequence in sequences}:
+            # Of one that was aborted while it ran a namesake may be here, which has not run.
+            for request in {one.request for one in sequences}.intersection(self.requests.values()):
                 self.abort_request(request.request_id)
             raise
         touched = self.transfers.released(touched)

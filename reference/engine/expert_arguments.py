@@ -10,6 +10,9 @@ from lessons.toolbox.model.arguments import check_counts, is_whole, refuse
 if TYPE_CHECKING:
     from reference.engine.engine_args import EngineArgs
 
+# vLLM's others: /metrics tells the balance in any case, and how experts travel changes no token
+WITHOUT_EFFECT = "log_balancedness log_balancedness_interval use_async communicator"
+
 
 @dataclass(frozen=True)
 class EPLBConfig:
@@ -41,9 +44,9 @@ class EPLBConfig:
         if not isinstance(config, dict):
             refuse("eplb_config", config, f"None, or a dict of {', '.join(known)}")
         for name in config:
-            if name not in known:
+            if name not in (*known, *WITHOUT_EFFECT.split()):
                 refuse("eplb_config", name, ", ".join(known))
-        return cls(**config)
+        return cls(**{name: value for name, value in config.items() if name in known})
 
 
 def check_balance(args: EngineArgs) -> None:

@@ -51,8 +51,11 @@ def load_quantized(
     dtype: torch.dtype,
     stored: str | None,
     quantization: str | None,
+    rounded: Callable | None = None,
 ) -> Decoder:
-    """A checkpoint of codes, or one of numbers that get fewer bits now. stored: its own method."""
+    """A checkpoint of codes, or one of numbers that get fewer bits now. stored: its own method.
+    rounded: what makes the products of inputs that are rounded; None: rounded_product.
+    """
     # here, because a model of plain numbers needs none of lesson 18
     from reference.weights.activations import rounded_product
     from reference.weights.quantization import (
@@ -68,7 +71,7 @@ def load_quantized(
         return quantize_model(model, quantization, partial(load_tokenizer, name_or_path))
     check_stored(quantization, stored)
     products = multiply_for(device, dtype), gguf_products(device, dtype)
-    return load_any(name_or_path, device, dtype, *products, rounded=rounded_product)
+    return load_any(name_or_path, device, dtype, *products, rounded=rounded or rounded_product)
 
 
 def finished(model: Decoder, device: torch.device) -> Decoder:

@@ -210,6 +210,9 @@ class ModelRunner:
 
         return PoolsSwap(Lender(self.pool, blocks), [self.pool, *others])
 
+    def when_dead(self, tell: Callable[[BaseException], None]) -> None:
+        """Nothing dies here but with this process; a worker does."""
+
     def close(self) -> None:
         """Nothing has to be ended here; what the workers of `reference.parallel` hold does."""
 

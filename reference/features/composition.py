@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # group -> its features
 GROUPS = {
-    "weights": ("int8", "int4", "FP8", "MXFP4", "AWQ", "GPTQ", "GGUF"),
-    "K and V": ("fp8 KV", "int8 KV", "int4 KV"),
+    "weights": ("int8", "int4", "FP8", "MXFP4", "W8A8", "W4A8", "AWQ", "GPTQ", "GGUF"),
+    "K and V": ("fp8 KV", "int8 KV", "int4 KV", "fp8_ds_mla KV"),
     "drafts": ("draft", "parallel draft", "ngram", "suffix"),
     "heads": ("medusa", "eagle", "mtp"),
     "adapters": ("LoRA",),
@@ -53,6 +53,7 @@ class Apart(NamedTuple):
 
 SHARE = "each process holds its own share of a block"
 ORDER = "each adds in an order of its own"
+LATENTS = "fp8_ds_mla KV"  # a format of latents, so all that keeps MLA apart keeps it apart, too
 APART = (
     Apart("drafts", "heads", "one of both"),
     Apart("one step ahead", "drafts", "a draft follows the last token, which is not known yet"),
@@ -60,6 +61,10 @@ APART = (
     Apart("processes", "heads", "heads read hidden states, which stay in the workers"),
     Apart("medusa", "MLA", "their attention knows no trees here"),
     Apart("eagle", "MLA", "their attention knows no trees here"),
+    Apart("medusa", LATENTS, "their attention knows no trees here"),
+    Apart("eagle", LATENTS, "their attention knows no trees here"),
+    Apart("MoE", LATENTS, "such models store no latents"),
+    Apart("states", LATENTS, "such models store no latents"),
     Apart("processes", "offloading", SHARE),
     Apart("offloading", "swap", "what is full is saved already"),
     Apart("processes", "transfer", f"{SHARE}; a producer alone may be tensor parallel"),
@@ -67,6 +72,7 @@ APART = (
     Apart("transfer", "offloading", "the scheduler has one place for what leaves the pool"),
     Apart("processes", "pictures", "the workers have no eyes"),
     Apart("GGUF", "families", "of GGUF files those of dense models are read"),
+    Apart(LATENTS, "GGUF", "of GGUF files those of dense models are read"),
     Apart("states", "GGUF", "of GGUF files those of dense models are read"),
     Apart("states", "heads", "heads are layers of models here in which every layer attends"),
     Apart("states", "adapters", "adapters have the rows and names of a checkpoint's layers"),

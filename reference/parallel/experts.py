@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lessons.l02_naive_attention.decoder import MLP, Decoder
 from lessons.l06_mla.gpt_oss import StackedMoE
 from lessons.l06_mla.moe import MoE, Router
+from lessons.l18_weight_quantization.weights import Float8Weight
 from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
 from lessons.l20_parallelism.shards.sharding import experts_of
@@ -33,9 +34,11 @@ from lessons.l23_experts.ranks.dispatch import (
 )
 from lessons.l23_experts.ranks.placed import PlacedRouter
 from lessons.l23_experts.ranks.placement import Placement, in_turn
+from lessons.l23_experts.ranks.wire import Float8, Plain
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.checkpoints.any_checkpoint import stored_method
+from reference.checkpoints.float_layouts import is_tiled
 from reference.engine.engine_args import EngineArgs
 from reference.parallel.looped import LoopedExperts, OneOfStack
 
@@ -46,6 +49,8 @@ FORMS = {
     "deepep_high_throughput": CountedDispatchMoE,
     "deepep_low_latency": FixedSlotsMoE,
 }
+# which send rows in FP8 to experts that would round them so
+IN_FP8 = ("deepep_high_throughput", "deepep_low_latency")
 
 
 def check_spread(args: EngineArgs, config: ModelConfig) -> None:
@@ -176,7 +181,22 @@ def spread(part: Decoder, links: Links, args: EngineArgs) -> None:
     for index in part.stage_layers:
         layer = part.layers[index]
         if isinstance(layer.mlp, (MoE, StackedMoE)):
-            layer.mlp = SharedExperts(layer.mlp, kind, links.experts, links.tensor, index)
+            how = partial(kind, form=wire_of(args.all2all_backend, layer.mlp))
+            layer.mlp = SharedExperts(layer.mlp, how, links.experts, links.tensor, index)
+
+
+def wire_of(backend: str, moe: MoE | StackedMoE) -> Plain | Float8:
+    """What a row is on the way to the experts of a layer: in FP8 by DeepEP's kernels, if all
+    matrices of the experts are FP8 with a scale for each 128 × 128 numbers.
+
+    Source: vLLM, fused_moe/all2all_utils.py (use_fp8_dispatch), which has no argument for it.
+    """
+    parts = []
+    if backend in IN_FP8 and isinstance(moe, MoE):
+        parts = [part for expert in moe.experts for part in expert.modules()]
+    matrices = [part.quantized for part in parts if hasattr(part, "quantized")]
+    has_blocks = all(isinstance(each, Float8Weight) and is_tiled(each) for each in matrices)
+    return Float8() if matrices and has_blocks else Plain()
 
 
 def shared_layers(model: Decoder) -> list[SharedExperts]:

@@ -109,6 +109,7 @@ class ProcessWorkers(Pipes):
         self.stack, self.is_closing = ExitStack(), False
         self.closing = threading.Lock()  # because two threads may find that a worker failed
         self.death: RankError | None = None
+        self.on_death: Callable[[RankError], None] = lambda death: None
         self.complaint: RankError | None = None  # the first
         self.has_died = threading.Event()
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
@@ -144,6 +145,7 @@ class ProcessWorkers(Pipes):
         self.has_died.set()
         for process, _ in self.ranks:
             process.kill()
+        self.on_death(self.death)
 
     def close(self) -> None:
         """End all of them. Once is enough; a second caller waits until it is done."""
@@ -168,6 +170,15 @@ class ReplicaWorkers(Pipes):
         super().__init__(whole.ranks[first : first + size])
         self.whole, self.first = whole, first
         self.cause, self.close = whole.cause, whole.close
+
+    @property
+    def on_death(self) -> Callable[[RankError], None]:
+        """Of the whole."""
+        return self.whole.on_death
+
+    @on_death.setter
+    def on_death(self, tell: Callable[[RankError], None]) -> None:
+        self.whole.on_death = tell
 
 
 @contextmanager

@@ -141,6 +141,10 @@ class DistributedRunner:
         """As in ModelRunner. others: in this process."""
         return RemoteSwap(self, blocks, others)
 
+    def when_dead(self, tell: Callable[[BaseException], None]) -> None:
+        """tell(error) in another thread, as soon as a worker dies."""
+        self.talk.workers.on_death = tell
+
     def close(self) -> None:
         """End the workers."""
         self.talk.close()

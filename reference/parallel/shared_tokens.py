@@ -12,12 +12,12 @@ turn. With P = 2, block_size = 4 and I = 2 a block is
 so a rank's slots are filled from the front, whatever the length. A step attends in two ways:
 
     single queries   travel. All heads of the group come to each rank's tokens, and lesson 20's
-                     `merged` adds up the parts: a query is small, and a context long.
+                     `merged` adds up the parts, and sinks: a query is small, a context long.
     prompts          have K and V travel. A prompt's many queries see the same keys, so the ranks
                      gather the tokens of its blocks, and each attends with its own heads alone.
 
 All that a rank does with slots and lengths is arithmetic on whole tensors, so a CUDA graph can hold
-the first way. The second asks once a step how long the prompts are.
+the first way. The second asks how long the prompts are, which Python knows.
 
 Sources: vLLM, decode_context_parallel_size and cp_kv_cache_interleave_size; Helix Parallelism
 (Bhatia et al. 2025).
@@ -26,12 +26,13 @@ Sources: vLLM, decode_context_parallel_size and cp_kv_cache_interleave_size; Hel
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend
-from lessons.l03_kv_cache.batch import Batch
+from lessons.l03_kv_cache.batch import Batch, sequences
 from lessons.l03_kv_cache.cache import AttentionOps, KVPool
 from lessons.l03_kv_cache.generate import Rung
 from lessons.l08_online_softmax.naive import finish, from_scores, wide
@@ -44,6 +45,7 @@ from lessons.l20_parallelism.shards.decode_context import check_context_size, me
 from lessons.toolbox.model.arguments import refuse
 from lessons.toolbox.model.config import ModelConfig
 from reference.engine.engine_args import EngineArgs
+from reference.parallel.kernel_states import kernel_states
 
 # (q: [B, H, D], k_cache: [blocks, block_size, 1, D], v_cache, batch, softmax_scale) -> out: [B, H,
 # Dv] and lse: [B, H], of queries over the first batch.context_lens of their tokens; none: 0 and −∞
@@ -94,13 +96,14 @@ class TokenShare:
 
 def check_share(config: ModelConfig, tp: int, dcp: int) -> None:
     """Raise ValueError unless `dcp` neighbours of `tp` shards would hold copies of a KV head, and
-    all of its tokens are read alike. config: of the whole model.
+    scores have no cap. config: of the whole model.
     """
     check_context_size(config, tp, dcp)
-    if any(config.sliding_windows):
-        refuse("model", config.model_type, "one without sliding windows")
-    if config.has_score_rules:
-        refuse("model", config.model_type, "one without a soft-cap and without sinks")
+    if config.attn_logit_softcapping is not None:
+        accepted = (
+            "one without a soft-cap, which the kernel that returns a log-sum-exp does not know"
+        )
+        refuse("model", config.model_type, accepted)
 
 
 def new_share(args: EngineArgs, links: Links) -> TokenShare:
@@ -126,12 +129,13 @@ def over_whole_blocks(batch: Batch, block_tokens: int, size: int) -> tuple[Tenso
     """The blocks of a step's sequences: [W] int64, one sequence after the other; and the step with
     tables into `TokenShare.whole` of them. block_tokens: V; size: P.
     """
-    counts = -(-batch.context_lens // block_tokens)
-    place = torch.arange(batch.block_table.shape[1], device=counts.device)
-    blocks = batch.block_table[place < counts[:, None]].long()
-    first = (counts.cumsum(0) - counts) * size
+    table, device = batch.block_table, batch.block_table.device
+    counts = [-(-context_len // block_tokens) for _, context_len in sequences(batch)]
+    owned = [(b, place) for b, count in enumerate(counts) for place in range(count)]
+    blocks = table[tuple(torch.tensor(owned, device=device).unbind(1))].long()
+    first = torch.tensor(list(accumulate(counts[:-1], initial=0)), device=device) * size
     # What follows a sequence's blocks here is another's, or none: it is not read.
-    table = first[:, None] + torch.arange(len(place) * size, device=counts.device)
+    table = first[:, None] + torch.arange(table.shape[1] * size, device=device)
     nothing = work_list([], block_tokens // size, [])  # because no single query comes this way
     return blocks, replace(batch, block_table=table.int(), work_list=nothing)
 
@@ -140,28 +144,49 @@ def over_whole_blocks(batch: Batch, block_tokens: int, size: int) -> tuple[Tenso
 
 
 def torch_states(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, softmax_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    begins: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """States in PyTorch. q: [B, H, D] -> [B, H, Dv] and [B, H], float32 or float64."""
+    """States in PyTorch. begins: [B], the first token of each that is seen. q: [B, H, D] -> [B, H,
+    Dv] and [B, H], float32 or float64.
+    """
     table = batch.block_table.long().clamp(max=len(k_cache) - 1)  # what follows is no block
     k, v = (cache[table].flatten(1, 2)[:, :, 0] for cache in (k_cache, v_cache))  # [B, N, D]
-    is_here = torch.arange(k.shape[1], device=q.device) < batch.context_lens[:, None]
+    place = torch.arange(k.shape[1], device=q.device)
+    is_here = place < batch.context_lens[:, None]
+    if begins is not None:
+        is_here &= place >= begins[:, None]
     scores = (wide(q) @ wide(k).mT * softmax_scale).masked_fill(~is_here[:, None], -torch.inf)
     return finish(from_scores(scores, v.masked_fill(~is_here[..., None], 0)))
 
 
-def kernel_states(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, softmax_scale: float
+def states_in_window(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    begins: Tensor,
+    most: int,
 ) -> tuple[Tensor, Tensor]:
-    """States by lesson 12's kernel. q: [B, H, D] -> [B, H, Dv] and [B, H] float32."""
-    from lessons.l12_paged_kv.kernels.launch import keys_of_tile, launch_decode
-    from lessons.l12_paged_kv.kernels.plan import items_of_step
-
-    where, most = (batch.block_table, batch.context_lens), batch.max_context_len
-    items = items_of_step(batch, 1, keys_of_tile(q, k_cache, v_cache), None)
-    return launch_decode(
-        q, k_cache, v_cache, *where, softmax_scale, max_context_len=most, items=items
+    """torch_states of the last blocks of each sequence, because how many tokens of a window are
+    here differs from one to the other, and a kernel has one window. begins: [B]; most: tokens in it
+    at most. Returns out: [B, H, Dv] and lse: [B, H].
+    """
+    block_size, width = k_cache.shape[1], batch.block_table.shape[1]
+    first = begins // block_size
+    place = torch.arange(min(width, -(-most // block_size) + 1), device=q.device)
+    blocks = (first[:, None] + place).clamp(max=width - 1)  # what is further is not seen
+    last = replace(
+        batch,
+        block_table=batch.block_table.gather(1, blocks.long()),
+        context_lens=batch.context_lens - first * block_size,
     )
+    return torch_states(q, k_cache, v_cache, last, softmax_scale, begins - first * block_size)
 
 
 def latent_states(
@@ -178,18 +203,27 @@ def latent_states(
 
 
 def sharing(ops: AttentionOps, share: TokenShare, states: States, block_tokens: int):
-    """Operations over a cache of which this rank has its share of tokens. block_tokens: V."""
+    """Operations over a cache of which this rank has its share of tokens, with the sinks of its
+    heads, if the model has some. block_tokens: V.
+    """
     group = share.group
 
-    def decode(q, k_cache, v_cache, batch: Batch, softmax_scale: float, window: None) -> Tensor:
+    def decode(
+        q, k_cache, v_cache, batch: Batch, softmax_scale: float, window: int | None, sinks=None
+    ) -> Tensor:
         everyone = group.all_gather(q, dim=1)  # [B, P · H, D]
         # The sequences that run one token are in front.
         lens, most = batch.share.own_lens[: len(q)], share.most(batch.max_context_len)
-        own = replace(batch, context_lens=lens, max_context_len=most)
-        out, lse = states(everyone, k_cache, v_cache, own, softmax_scale)
-        return merged(out.transpose(0, 1), lse.T, group).transpose(0, 1).to(q.dtype)
+        own = replace(batch, context_lens=lens, max_context_len=most, lengths=None)
+        what = everyone, k_cache, v_cache, own, softmax_scale
+        if window is None:
+            out, lse = states(*what)
+        else:
+            begins = share.own_lens((batch.context_lens[: len(q)] - window).clamp(min=0))
+            out, lse = states_in_window(*what, begins, share.most(window))
+        return merged(out.transpose(0, 1), lse.T, group, sinks).transpose(0, 1).to(q.dtype)
 
-    def prefill(q, k_cache, v_cache, batch: Batch, softmax_scale: float, window: None) -> Tensor:
+    def prefill(q, k_cache, v_cache, batch: Batch, softmax_scale, window, **rules) -> Tensor:
         def prompts(q: Tensor, part: Batch) -> Tensor:
             if part.share.gathered is None:
                 part.share.gathered = over_whole_blocks(part, block_tokens, group.size)
@@ -197,10 +231,10 @@ def sharing(ops: AttentionOps, share: TokenShare, states: States, block_tokens: 
             # K and V in one message
             both = share.whole(torch.cat([k_cache[blocks], v_cache[blocks]], dim=-1))
             k, v = both.split([k_cache.shape[-1], v_cache.shape[-1]], dim=-1)
-            return ops.prefill(q, k, v, step, softmax_scale, window)
+            return ops.prefill(q, k, v, step, softmax_scale, window, **rules)
 
         def singles(q: Tensor, part: Batch) -> Tensor:
-            return decode(q, k_cache, v_cache, part, softmax_scale, window)
+            return decode(q, k_cache, v_cache, part, softmax_scale, window, **rules)
 
         return apart(q, batch, singles, prompts)
 

@@ -6,6 +6,7 @@ reply to an earlier one is on its way.
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Protocol
@@ -17,8 +18,11 @@ THREAD_S = 5.0  # how long the end of a thread is waited for
 
 class Workers(Protocol):
     """Who obeys: ProcessWorkers or RayWorkers. An order is a pickled (method of Worker,
-    arguments). One thread may give orders while another collects.
+    arguments). One thread may give orders while another collects. on_death: called by a thread of
+    processes that see one of them die, also while nothing is ordered.
     """
+
+    on_death: Callable[[RankError], None]
 
     def tell(self, order: bytes) -> None:
         """Give an order to all. Raises RankError."""

@@ -274,11 +274,12 @@ def load_quantized_part(
     """The same of quantized weights. A rank reads them all on the host, because a scale belongs to
     numbers of several ranks, and keeps its part.
     """
-    from reference.weights.cut import shard_quantized  # here: it imports lesson 18
+    from reference.weights.cut import noted, shard_quantized  # here: it imports lesson 18
     from reference.weights.quantization import multiply_for
 
     stored, multiply = stored_method(args.model), None
-    whole = load_quantized(args.model, torch.device("cpu"), dtype, stored, args.quantization)
+    where = torch.device("cpu"), dtype
+    whole = load_quantized(args.model, *where, stored, args.quantization, rounded=noted)
     if device.type != "cpu":
         multiply = multiply_for(device, dtype)
         if stored == GGUF:

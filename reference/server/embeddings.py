@@ -9,6 +9,7 @@ import struct
 
 import torch
 
+from lessons.toolbox.model.placement import launching_on
 from reference.engine.engine import Engine
 
 
@@ -21,7 +22,8 @@ def embed(engine: Engine, ids: list[int]) -> list[float]:
 
     model = engine.runner.model
     tokens = torch.tensor(ids, device=model.device)
-    hidden = model(tokens, whole_sequence(model, len(ids))).double().mean(0)
+    with launching_on(model.device):
+        hidden = model(tokens, whole_sequence(model, len(ids))).double().mean(0)
     return (hidden / hidden.norm().clamp(min=1e-12)).tolist()
 
 

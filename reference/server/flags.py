@@ -28,7 +28,8 @@ OLDER = {
     "uvicorn-log-config": (None, "--uvicorn-log-level is there"),
 }
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
-         "-dp": "--data-parallel-size"}  # fmt: skip
+         "-dp": "--data-parallel-size", "-dcp": "--decode-context-parallel-size",
+         "-ep": "--enable-expert-parallel"}  # fmt: skip
 
 
 @cache

@@ -9,6 +9,9 @@ are, it is taken.
     8 bits, a scale for each output      the same type   lesson 19, w8a8_matmul
     4 bits, groups or rows               8 bits          lesson 19, w4a8_matmul
     any other, or zero points of inputs  8 bits          `rounded`, then the matrix's own product
+
+A token's own scale is that of all its inputs. Where ranks have some of them each, they tell each
+other the smallest and the largest first: two numbers a token.
 """
 
 from functools import partial
@@ -31,31 +34,60 @@ from lessons.l19_kv_quantization.activations.w8a8 import (
     w8a8_matmul,
 )
 from lessons.l19_kv_quantization.formats import wide
+from lessons.l20_parallelism.processes.group import Group
 from reference.checkpoints.inputs import Rounding
 
 LOWEST, HIGHEST = -128, 127  # codes of int8
 
 
 def rounded_product(
-    weight: QuantizedWeight, rounding: Rounding, multiply: Multiply
+    weight: QuantizedWeight, rounding: Rounding, multiply: Multiply, ranks: Group | None = None
 ) -> tuple[QuantizedWeight, Multiply]:
     """The matrix as its product takes it, and that product: (x, weight, bias) -> [T, N]. multiply:
-    the product of the matrix with inputs that are not rounded.
+    the product of the matrix with inputs that are not rounded. ranks: those that have the other
+    inputs of a layer; None: x has all.
     """
+    found, inner = weight, None
     if rounding.is_symmetric:
-        found = eight_bits(weight, rounding.kind)
-        if found is not None:
-            return found, w8a8_matmul if rounding.scale is None else partial(
-                w8a8_matmul, x_scale=rounding.scale
-            )
-        if isinstance(weight, GroupedInt) and weight.bits == 4:
+        if (codes := eight_bits(weight, rounding.kind)) is not None:
+            found, inner = codes, w8a8_matmul
+            if rounding.scale is not None:
+                inner = partial(w8a8_matmul, x_scale=rounding.scale)
+        elif isinstance(weight, GroupedInt) and weight.bits == 4:
             how = dict(name=rounding.kind, x_scale=rounding.scale, otherwise=multiply)
-            return weight, partial(w4a8_matmul, **how)
+            inner = partial(w4a8_matmul, **how)
 
-    def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        return multiply(rounded(x, rounding), weight, bias)
+    def product(
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        x_scale: Tensor | None = rounding.scale,
+        x_zero: Tensor | None = rounding.zero,
+    ) -> Tensor:
+        how = rounding._replace(scale=x_scale, zero=x_zero)
+        return multiply(rounded(x, how), weight, bias)
 
-    return weight, product
+    inner = inner or product
+    if ranks is None or rounding.scale is not None:
+        return found, inner
+
+    def product_of_part(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        return inner(x, weight, bias, **of_all_inputs(x, rounding, ranks))
+
+    return found, product_of_part
+
+
+def of_all_inputs(x: Tensor, rounding: Rounding, ranks: Group) -> dict[str, Tensor]:
+    """x_scale: [T, 1], of all inputs of each token, and x_zero where it has one. x: [T, K / P],
+    those that are here.
+    """
+    numbers = wide(x)
+    ends = torch.stack([numbers.amin(-1), numbers.amax(-1)], dim=-1)
+    ends = ranks.all_gather(ends)  # [T, 2 · P], whose scale is that of all numbers between
+    if rounding.is_symmetric:
+        return dict(x_scale=quantize_tokens(ends, rounding.kind)[1])
+    scale, zero = scale_and_zero(ends)
+    return dict(x_scale=scale, x_zero=zero)
 
 
 def rounded(x: Tensor, rounding: Rounding) -> Tensor:
@@ -66,13 +98,18 @@ def rounded(x: Tensor, rounding: Rounding) -> Tensor:
     numbers = wide(x)
     scale, zero = rounding.scale, rounding.zero
     if scale is None:
-        low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)
-        low, high = low.clamp(max=0), high.clamp(min=0)  # 0.0 must have a code
-        scale = (high - low) / (HIGHEST - LOWEST)
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        zero = (LOWEST - low / scale).clamp(LOWEST, HIGHEST).round()
+        scale, zero = scale_and_zero(numbers)
     codes = (numbers / scale + zero).round().clamp(LOWEST, HIGHEST)
     return ((codes - zero) * scale).to(x.dtype)
+
+
+def scale_and_zero(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token, where zero need not be a code's middle. numbers: [T, K] -> [T, 1] both."""
+    low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)
+    low, high = low.clamp(max=0), high.clamp(min=0)  # 0.0 must have a code
+    scale = (high - low) / (HIGHEST - LOWEST)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return scale, (LOWEST - low / scale).clamp(LOWEST, HIGHEST).round()
 
 
 def eight_bits(weight: QuantizedWeight, kind: str) -> EightBits | None:

@@ -5,16 +5,17 @@ for several numbers has to be whole in each part: a tile of FP8, 32 numbers of M
 NVFP4, a block of GGUF. Groups of whole numbers may be cut, because both halves keep the scale.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l18_weight_quantization.gguf.gguf_blocks import FORMATS, GgufWeight
-from lessons.l18_weight_quantization.linear import QuantizedLinear
+from lessons.l18_weight_quantization.linear import Multiply, QuantizedLinear
 from lessons.l18_weight_quantization.weights import (
     MXFP4_BLOCK,
     NVFP4_BLOCK,
@@ -27,10 +28,13 @@ from lessons.l18_weight_quantization.weights import (
     pack,
     unpack,
 )
-from lessons.l19_kv_quantization.activations.w8a8 import w8a8_matmul
+from lessons.l19_kv_quantization.activations.rotations import RotatedInput, RotatedOutput
 from lessons.l20_parallelism.optimized import finish, new_part, own_slices
+from lessons.l20_parallelism.processes.group import Group
 from lessons.l20_parallelism.processes.mesh import Links
 from reference.checkpoints.gguf.gguf_linear import GgufEmbedding
+from reference.checkpoints.inputs import Rounding
+from reference.weights.activations import rounded_product
 
 SMALLEST_GROUP = 16  # of numbers that share a scale, as the kernels read them
 
@@ -129,48 +133,102 @@ def in_blocks(of: slice, size: int, name: str) -> slice:
     return slice(of.start // size, of.stop // size)
 
 
+class Noted(NamedTuple):
+    """In the place of a product that rounds its inputs, until the matrix is cut: how, and the
+    product of numbers.
+    """
+
+    rounding: Rounding
+    multiply: Multiply
+
+
+def noted(
+    weight: QuantizedWeight, rounding: Rounding, multiply: Multiply
+) -> tuple[QuantizedWeight, Multiply]:
+    """In the place of `rounded_product`, for matrices that are still to be cut."""
+    return weight, Noted(rounding, multiply)
+
+
 def shard_quantized(
     model: Decoder, links: Links, expert_parallel: bool, device: torch.device, multiply
 ) -> Decoder:
-    """Lesson 20's `shard` for a model with quantized layers: this rank's part, on a device.
-    multiply: of a quantized layer there; None: as it is. Raises ValueError.
+    """Lesson 20's `shard` for a model with quantized layers, whose roundings of inputs are `noted`:
+    this rank's part, on a device. multiply: of a quantized layer there; None: as it is. Raises
+    ValueError.
     """
-    config, group = model.config, links.tensor
+    config = model.config
     part, whole = new_part(config, links, expert_parallel), model.state_dict()
     if isinstance(
         model.embed_tokens, GgufEmbedding
     ):  # as numbers, because ranks look up their rows
         numbers = model.embed_tokens.quantized.dequantize()
         whole["embed_tokens.weight"] = numbers.to(model.embed_tokens.dtype)
-    own = partial(own_slices, config, links=links, expert_parallel=expert_parallel)
-    kept = dict(part.named_modules())
+
+    def own(name: str, shape: torch.Size) -> tuple[slice, ...]:
+        whose = [one for one in name.split(".") if one != "linear"]  # of a layer that is rotated
+        return own_slices(config, ".".join(whose), shape, links, expert_parallel)
+
+    kept = {name for name, _ in part.named_modules()}
     for name, layer in model.named_modules():
-        if not isinstance(layer, QuantizedLinear) or name not in kept:
+        if name not in kept:
             continue
-        slices = own(f"{name}.weight", shape=layer.quantized.shape)
-        is_whole = slices == tuple(slice(0, length) for length in layer.quantized.shape)
-        rounds_inputs = layer.multiply is w8a8_matmul
-        if rounds_inputs and not is_whole:
-            raise ValueError(
-                f"input_activations of {name}: got a scale for each token; accepted: weights alone "
-                f"in {group.size} parts, because a token's scale belongs to all of its columns"
-            )
-        try:
-            codes = cut(layer.quantized, *slices).to(device)
-        except ValueError as error:
-            raise ValueError(f"{name} in {group.size} parts: {error}") from None
-        bias = layer.bias
-        if bias is not None:  # as large as this rank's rows; its numbers come below
-            index = own(f"{name}.bias", shape=bias.shape)
-            bias = nn.Parameter(bias[index], requires_grad=False)
-        part.set_submodule(
-            name,
-            QuantizedLinear(
-                codes, bias, layer.multiply if rounds_inputs or multiply is None else multiply
-            ),
-        )
+        if isinstance(layer, (RotatedInput, RotatedOutput)):
+            of_part = rotated_part(name, layer, part.get_submodule(name), own, device)
+            kept.add(f"{name}.linear")
+        elif isinstance(layer, QuantizedLinear):
+            of_part = quantized_part(name, layer, own, links.tensor, device, multiply)
+        else:
+            continue
+        part.set_submodule(name, of_part)
     weights = {}
     for name in part.state_dict():
-        index = own(name, shape=whole[name].shape)
+        index = own(name, whole[name].shape)
         weights[name] = whole[name][index].to(device, copy=True)
     return finish(part, weights, config, links, expert_parallel)
+
+
+def quantized_part(
+    name: str, layer: QuantizedLinear, own: Callable, shards: Group, device: torch.device, multiply
+) -> QuantizedLinear:
+    """This rank's part of a layer. own(name, shape): its slices of a tensor. shards: the ranks that
+    have the others. Others: shard_quantized's. Raises ValueError.
+    """
+    shape, product = layer.quantized.shape, layer.multiply
+    slices = own(f"{name}.weight", shape)
+    try:
+        codes = cut(layer.quantized, *slices).to(device)
+    except ValueError as error:
+        raise ValueError(f"{name} in parts: {error}") from None
+    if isinstance(product, Noted):
+        rounding, numbers = product.rounding.to(device), multiply or product.multiply
+        ranks = None if slices[1] == slice(0, shape[1]) else shards
+        codes, product = rounded_product(codes, rounding, numbers, ranks)
+    else:
+        product = multiply or product
+    bias = layer.bias
+    if bias is not None:  # as large as this rank's rows; its numbers come later
+        index = own(f"{name}.bias", bias.shape)
+        bias = nn.Parameter(bias[index], requires_grad=False)
+    return QuantizedLinear(codes, bias, product, layer.rounds_inputs)
+
+
+def rotated_part(
+    name: str,
+    layer: RotatedInput | RotatedOutput,
+    linear: nn.Module,
+    own: Callable,
+    device: torch.device,
+) -> RotatedInput | RotatedOutput:
+    """`linear`, this rank's part of a layer, rotated as the whole one. own: as in quantized_part.
+    Raises ValueError for a part that has some of the numbers that are rotated together.
+    """
+    shape, is_input = (layer.out_features, layer.in_features), isinstance(layer, RotatedInput)
+    mine, together = own(f"{name}.weight", shape)[is_input], layer.rotate.n
+    if mine.start % together or mine.stop % together:
+        side, whose = "inputs" if is_input else "outputs", name.replace(".linear", "")
+        raise ValueError(
+            f"transform_config of {whose}: got {together} {side} that are rotated together, and a "
+            f"part with those from {mine.start} to {mine.stop}; accepted: parts that have all of "
+            "them"
+        )
+    return type(layer)(linear, layer.rotate.to(device))

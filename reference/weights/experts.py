@@ -42,7 +42,7 @@ def stacked(weights: list[Mxfp4Weight], bias: Tensor) -> Stack:
     none is held twice. bias: [E, N].
     """
     stack = stack_of(weights, bias)
-    weights[:] = [Mxfp4Weight(*parts) for parts in zip(stack.codes, stack.exponents)]
+    weights[:] = [Mxfp4Weight(*parts) for parts in zip(stack.codes, stack.exponents.mT)]
     return stack
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lessons.toolbox.exercises.loading import frames_in, short_path
@@ -96,4 +97,8 @@ def _said(name: str, value: Any) -> str:
         tensors = [list(x.shape) for x in value if isinstance(x, Tensor)]
         inside = f" of tensors {tensors[0]}" if tensors and len(tensors) == len(value) else ""
         return f"{name}: {type(value).__name__} of {len(value)}{inside}"
-    return f"{name}: a {type(value).__name__}"
+    if isinstance(value, torch.dtype):
+        return f"{name} = {value}"
+    # a check may watch what it hands out: the learner knows the class that it watches
+    known = next(c for c in type(value).__mro__ if not c.__module__.startswith("tests."))
+    return f"{name}: a {(known if known is not object else type(value)).__name__}"

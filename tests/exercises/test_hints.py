@@ -7,11 +7,22 @@ import torch
 
 from lessons.toolbox.exercises.exercise import all_exercises
 from lessons.toolbox.exercises.parts import hints_of
+from lessons.toolbox.kernels.order import program_order
+from lessons.toolbox.measure.device import interpreting
 from tests.exercises.checking import assert_entries, assert_equal, check, compare, comparing
 from tests.exercises.hint_rules import hint_of_exception, hint_of_message, hint_of_refusal
 from tests.exercises.hinting import FIRST, all_hints
 from tests.exercises.hints import hint_of_failure
-from tests.exercises.running import case_hint, explained, general_hint, run_check
+from tests.exercises.running import (
+    case_hint,
+    checks_of,
+    explained,
+    forget_outcomes,
+    general_hint,
+    hint_for,
+    run_check,
+)
+from tests.exercises.wrong import answers_of
 
 GRID = torch.arange(12.0).reshape(3, 4) ** 1.5 + 1
 LINE = torch.tensor([0.5, 0.3, 0.2])
@@ -316,3 +327,18 @@ def test_three_of_four_failures_have_a_hint_of_their_own(lesson):
     found = all_hints(lesson)
     own = [hinted for hinted in found if hinted.kind != FIRST]
     assert len(found) > 30 and len(own) >= 0.75 * len(found), f"{len(own)} of {len(found)}"
+
+
+@pytest.mark.skipif(not interpreting(), reason="NOT RUN: kernels are compiled here")
+def test_a_slip_is_known_in_any_order_of_programs():
+    """Which program leaves its tensors first depends on the order, and so does what the error
+    says.
+    """
+    (entry,) = (entry for entry in all_exercises("23") if entry.id == "23.1")
+    (slip,) = (a for a in answers_of("23").wrong_for("23.1") if a.name == "pair_as_a_row")
+    this = next(one for one in checks_of(entry) if one.name == "rows[two_tiles]")
+    for order in range(6):
+        forget_outcomes()
+        with program_order(order):
+            found = hint_for(this, lambda **given: slip.function(**given), [slip], [this])
+        assert found == slip.hint, order

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons.l20_parallelism.processes.ranks import Ranks
 from lessons.toolbox.exercises import progress as exercise_progress
 from lessons.toolbox.exercises import report as exercise_report
 from lessons.toolbox.exercises.__main__ import main
@@ -25,6 +26,8 @@ from lessons.toolbox.exercises.loading import load_exercise
 from lessons.toolbox.kernels.triton_ import _Absent, tl, triton
 from lessons.toolbox.measure.device import interpreting
 from tests.exercises.checking import assert_equal, assert_largest_tensor, call, check, compare
+from tests.exercises.given import arguments_of
+from tests.exercises.ranks_apart import Kept
 from tests.exercises.running import FAIL, NOT_RUN, PASS, checks_of, hint_for, run_check
 from tests.exercises.wrong import WrongAnswer
 
@@ -560,22 +563,58 @@ for function, seconds in ((without, 60), (within, 0.3)):
     assert "status='PASS'" in within and within.endswith("True"), done
 
 
+def test_what_was_given_is_named_as_the_learner_knows_it():
+    """A type of numbers by its name, an object by the class of the exercise."""
+
+    def of(dtype, ranks, known):
+        """Asked for by its arguments alone."""
+
+    said = arguments_of(of, (torch.float8_e4m3fn, Kept(2), Ranks(2)), {})
+    assert said == "dtype = torch.float8_e4m3fn, ranks: a Ranks, known: a Ranks"
+
+
 @triton.jit
 def copy_too_much(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size), mask=at < size)
 
 
+@triton.jit
+def too_much(x_ptr, at, size):
+    return tl.load(x_ptr + at, mask=at < size)
+
+
+@triton.jit
+def too_much_by_a_helper(x_ptr, at, size):
+    return too_much(x_ptr, at, size)
+
+
+@triton.jit
+def copy_too_much_by_a_hook(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, too_much_by_a_helper(x_ptr, at, size), mask=at < size)
+
+
 @pytest.mark.skipif(not interpreting(), reason="NOT RUN: kernels are compiled here")
-def test_a_kernel_that_leaves_its_tensors():
-    """One message, in the interpreter, whether or not the process would have crashed."""
+@pytest.mark.parametrize(
+    "kernel, line",
+    [
+        (copy_too_much, "tl.store("),
+        (copy_too_much_by_a_hook, "return tl.load(x_ptr + at, mask=at < size)`"),
+    ],
+    ids=["itself", "in a function that it calls"],
+)
+def test_a_kernel_that_leaves_its_tensors(kernel, line):
+    """One message, in the interpreter, whether or not the process would have crashed. It names the
+    learner's own line, also where a kernel calls it as a hook.
+    """
 
     def copies(impl, seed):
         assert_equal(impl(torch.ones(4)), torch.ones(4))
 
     def too_many(x):
         out = torch.empty(8)
-        copy_too_much[(1,)](x, out, 8, 8)
+        kernel[(1,)](x, out, 8, 8)
         return out[:4]
 
     (this,) = checks_from(copies)
@@ -583,7 +622,7 @@ def test_a_kernel_that_leaves_its_tensors():
     assert (outcome.status, outcome.error) == (FAIL, "InterpreterError")
     assert (
         "OutOfBounds: the kernel read out of bounds: 4 of 8 addresses are in no tensor that it was "
-        "given, the first one 0 bytes after the end of `x_ptr`: `tl.store(" in outcome.message
+        f"given, the first one 0 bytes after the end of `x_ptr`: `{line}" in outcome.message
     )
 
 

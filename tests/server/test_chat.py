@@ -97,6 +97,21 @@ def test_log_probabilities(live):
         assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
 
 
+def test_a_streamed_response_tells_the_log_probabilities_of_tokens_without_text(live):
+    """Half a character has none, nor has the end, and neither is told twice."""
+    form = {"type": "json_schema", "name": "a", "schema": {"const": "éé"}}
+    body = dict(input="x", temperature=0, top_logprobs=1, max_output_tokens=9)
+    body |= dict(text={"format": form}, include=["message.output_text.logprobs"])
+    whole = live.post("/v1/responses", body).json()
+    wanted = whole["output"][0]["content"][0]["logprobs"]
+    assert len(wanted) == whole["usage"]["output_tokens"] > 4
+    assert [one["token"] for one in wanted].count("") > 1, "no token without text"
+    found = events(live.post("/v1/responses", body | dict(stream=True)).text)
+    deltas = [e["logprobs"] for e in found if e["type"] == "response.output_text.delta"]
+    assert [one for logprobs in deltas for one in logprobs] == wanted
+    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == wanted
+
+
 def test_a_stream_tells_all_tokens_where_text_is_held_back(live):
     """A stop string that may have begun holds text back, and so does half a character."""
     ids = prompt_ids(live)

@@ -101,8 +101,11 @@ def test_echo_and_log_probabilities(live, stream):
     body = GREEDY | dict(prompt=[*parts, *parts], echo=True, logprobs=0, max_tokens=0)
     found = live.post("/v1/completions", body).json()["choices"][0]["logprobs"]
     assert len(parts) > 1 and found["tokens"][len(parts) :] == [*[""] * (len(parts) - 1), "漢"]
-    none = live.post("/v1/completions", GREEDY | dict(echo=True, max_tokens=0)).json()
-    assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0
+    body = GREEDY | dict(echo=True, max_tokens=0, return_token_ids=True)
+    none = live.post("/v1/completions", body | dict(stop_token_ids=[*range(4096)])).json()
+    (choice,) = none["choices"]
+    assert (choice["text"], choice["token_ids"], choice["stop_reason"]) == (PROMPT, [], None)
+    assert none["usage"]["completion_tokens"] == 0
 
 
 def test_best_of_stop_and_bias(live):

@@ -26,6 +26,9 @@ COMMANDS = [
     "models/tiny --trust-remote-code --disable-log-requests --uvicorn-log-level warning",
     'models/tiny --allowed-origins ["*"] --enable-auto-tool-choice --tool-call-parser hermes',
     'models/tiny --speculative-config {"method":"ngram","num_speculative_tokens":3}',
+    "models/tiny -tp 8 -dcp 8 -ep --cp-kv-cache-interleave-size 16",
+    "models/tiny -dp 8 -ep --all2all-backend deepep_low_latency --enable-eplb --eplb-config "
+    '{"window_size":1000,"step_interval":3000,"num_redundant_experts":2,"log_balancedness":true}',
     "models/tiny --scheduling-policy priority -tp 1 -q int4 --guided-decoding-backend xgrammar",
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import torch
 from lessons.toolbox.proof.inputs import (
     ATTENTION_INPUTS,
     DISTRIBUTIONS,
+    apart,
     attention_inputs,
     draw,
     edge_lengths,
@@ -41,6 +42,16 @@ def test_attention_inputs_do_what_they_are_for():
     assert (scaled["ascending"].argmax(-1) >= 64).all()
     assert (scaled["all_negative"] < 0).all()
     assert (scaled["tied"].amax(-1) - scaled["tied"].amin(-1)).max() < 1e-4
+
+
+def test_tensors_apart_have_strides_of_their_own():
+    given = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.arange(15).view(3, 5)
+    found = apart(*given)
+    assert all(torch.equal(x, y) and x.stride(-1) == 1 for x, y in zip(found, given))
+    assert found[0].stride() == (48, 16, 1) and found[1].stride() == (96, 24, 1)
+    around = found[0].as_strided((3 * 48,), (1,))
+    assert int(around.isnan().sum()) == 3 * 48 - 3 * 2 * 8
+    assert int(found[2].as_strided((3, 29), (29, 1))[0, 5]) == 2**30
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

@@ -1,16 +1,18 @@
 """The time model: what a hand works out for a few instructions, and the record of its errors."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lessons.toolbox.draw.plotting import overlapping_texts, texts_outside
+from lessons.toolbox.gpu.arguments import WATCHERS
 from lessons.toolbox.gpu.counters import counting
 from lessons.toolbox.gpu.ptx import Instruction, Line
 from lessons.toolbox.measure.hardware import lookup
-from lessons.toolbox.profile import points
+from lessons.toolbox.profile import measured, points
 from lessons.toolbox.profile.counted import KernelProfile
 from lessons.toolbox.profile.engines import Flag, SMWithEngine
 from lessons.toolbox.profile.figure import model_figure
@@ -164,6 +166,35 @@ def test_tensor_memory_is_not_predicted():
         cost_of(instruction, {}, 100, CONSTANTS)
 
 
+@pytest.mark.parametrize(
+    "grid, samples, warned",
+    [
+        ((16, 90, 1), 6, True),  # 0, and then the last of each row: tiles that no expert uses
+        ((16, 90, 1), 5, False),
+        ((16, 91, 1), 6, False),
+        ((32, 64, 1), 5, True),
+        ((3, 16, 25), 6, True),
+        ((1, 3, 25), 6, True),
+        ((90, 1, 1), 6, False),
+        ((1, 90, 1), 6, False),
+        ((2, 1, 1), 6, False),  # all of them run
+    ],
+)
+def test_a_sample_that_meets_one_index_is_told(grid, samples, warned, monkeypatch):
+    monkeypatch.setattr(points, "SAMPLE", samples)
+
+    def call():
+        done = run("mov.u32 %r1, %r70;", [np.zeros(64, np.uint8)], grid=grid)
+        for watch in list(WATCHERS):
+            watch(done)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        points.profiled_sample(call)
+    assert [x for x in told if "one index in the first dimension" in str(x.message)] == told
+    assert bool(told) == warned
+
+
 @pytest.fixture(scope="module")
 def record() -> dict:
     return json.loads(points.RECORD.read_text(encoding="utf-8"))
@@ -183,6 +214,20 @@ def test_the_points_are_those_of_the_measurements(record):
         if point["source"] != "counters.json":
             assert point["measured_s"] == times.pop((point["source"], point["name"]))
     assert not times, "a point of the table was not predicted"
+
+
+def test_the_launches_are_those_that_the_gpu_counted(record):
+    """But for functions whose kernel is another today."""
+    mine = [
+        (point["lesson"], point["name"], point["measured_s"])
+        for point in record["table"]
+        if point["source"] == "counters.json"
+    ]
+    assert mine == [
+        (each["lesson"], f"{each['function']}: {each['kernel']}", each["duration_s"])
+        for each in sorted(measured.measured(), key=lambda each: each["lesson"])
+        if (each["lesson"], each["function"]) not in measured.REPLACED
+    ]
 
 
 def test_the_model_is_as_good_as_the_course_says(record):

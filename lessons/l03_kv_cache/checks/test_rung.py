@@ -213,10 +213,10 @@ WRONG_STEPS = {
     "positions restart": lambda b: replace(b, positions=restarted(b)),
     "slots of the next sequence": lambda b: replace(b, slot_mapping=(b.slot_mapping + ROOM) % 48),
     "lengths without the new tokens": lambda b: replace(
-        b, context_lens=b.context_lens - b.cu_seqlens_q.diff()
+        b, context_lens=b.context_lens - b.cu_seqlens_q.diff(), lengths=None
     ),
     "sequences cut at another place": lambda b: replace(
-        b, cu_seqlens_q=torch.tensor([0, 2, 4, 9], dtype=torch.int32, device=DEVICE)
+        b, cu_seqlens_q=torch.tensor([0, 2, 4, 9], dtype=torch.int32, device=DEVICE), lengths=None
     ),
     "logits of each first token": lambda b: replace(b, logits_at=b.cu_seqlens_q[:-1]),
 }

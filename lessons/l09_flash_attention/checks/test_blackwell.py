@@ -75,24 +75,27 @@ def test_blackwell_kernel_with_grouped_heads(seed, proof, blackwell_or_cpu):
     proof.record(flash_blackwell_kernel, proved(*given, True, KERNEL), chip=100)
 
 
-def rising(step: float, seed: int):
+def rising(step: float, seed: int, tiles: int = 5):
     """One head of queries, and keys whose scores grow by `step`, in bits, from tile to tile, as the
     kernel walks: from the last tile to the first.
     """
-    q, k, v = inputs(64, 640, 1, 1, 64, seed=seed, on="cpu")
+    num_keys = 128 * tiles
+    q, k, v = inputs(64, num_keys, 1, 1, 64, seed=seed, on="cpu")
     unit = torch.zeros(64)
     unit[0] = 1.0
-    tile = 4 - torch.arange(640) // 128
+    tile = tiles - 1 - torch.arange(num_keys) // 128
     k = (k * 0.01 + (tile * step)[:, None, None] * unit).bfloat16()
     q = (q * 0.01 + 8 / 1.4426950408889634 * unit).bfloat16()  # 1 / 8 is the scale of the scores
     return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
 
 
-@pytest.mark.parametrize("step", [2.0, 7.5, 8.5, 40.0])
+@pytest.mark.parametrize("step, tiles", [(2.0, 5), (7.5, 5), (8.5, 5), (40.0, 5), (40.0, 2)])
 @pytest.mark.sample(1, of="the Blackwell kernel")
-def test_a_maximum_that_grows(step, seed, proof, blackwell_or_cpu):
-    """Below, at and above the 8 bits from which on a row's maximum is replaced."""
-    given = rising(step, seed)
+def test_a_maximum_that_grows(step, tiles, seed, proof, blackwell_or_cpu):
+    """Below, at and above the 8 bits from which on a row's maximum is replaced. With two tiles the
+    first one weighs nothing, which later tiles would hide.
+    """
+    given = rising(step, seed, tiles)
     proof.record(flash_blackwell_kernel, proved(*given, False, KERNEL), chip=100)
 
 

@@ -6,9 +6,10 @@ time model (`lessons.toolbox.profile`), not measurements.
 
 One program of BLOCK_M queries runs on the machine, with two numbers of keys. A program's clocks
 grow with its keys by what a tile costs, so they are continued to those of every program of a
-prompt, and the programs are shared out evenly among the SMs.
+prompt. The programs go to the SMs in the grid's order, each to the one that is free first.
 """
 
+import heapq
 import json
 import os
 import subprocess
@@ -78,20 +79,31 @@ def continued(runs: dict[int, dict], causal: bool) -> dict:
         k: (second[k] - first[k]) / (long - short) * TILE for k in ("clocks", "issued", "passes")
     }
     fixed = first["clocks"] - tile["clocks"] * short / TILE
-    chip = lookup("h200")
     found: dict = {f"{name}_a_tile": round(value) for name, value in tile.items()}
     found |= {"busy": second["busy"], "limit": second["limit"]}
     for tokens in TOKENS:
-        blocks = tokens // BLOCK_M
-        tiles = blocks * (blocks + 1) / 2 if causal else blocks * tokens / TILE
-        clocks = HEADS * (blocks * fixed + tiles * tile["clocks"]) / chip.sm_count
-        seconds = clocks / chip.clock_hz
+        seconds = launch_s(tokens, causal, fixed, tile["clocks"])
         flops = 4 * tokens**2 * HEAD_DIM * HEADS / (2 if causal else 1)
         found[str(tokens)] = {
             "predicted_s": seconds,
             "tflops": round(flops / seconds / 1e12),
         }
     return found
+
+
+def launch_s(tokens: int, causal: bool, fixed: float, tile: float) -> float:
+    """Seconds of a launch whose programs take `fixed` clocks and `tile` more for each of their
+    tiles: those of the busiest SM, which holds one at a time, and the launch itself.
+    """
+    from lessons.toolbox.profile.replay import CONSTANTS
+
+    chip, blocks = lookup("h200"), tokens // BLOCK_M
+    free_at = [0.0] * chip.sm_count
+    for block in reversed(range(blocks)):  # the heaviest first, as in the kernels
+        tiles = (block * BLOCK_M + BLOCK_M if causal else tokens) / TILE
+        for _ in range(HEADS):
+            heapq.heapreplace(free_at, free_at[0] + fixed + tiles * tile)
+    return (max(free_at) + CONSTANTS.launch) / chip.clock_hz
 
 
 def main() -> int:

@@ -74,8 +74,9 @@ def row(name: str, found: dict) -> str:
 
 @style()
 def draw(record: dict | None = None) -> ClassFigure:
-    """Bars: microseconds at the least, by version and part of the chip, on a logarithmic axis. None:
-    of the committed record.
+    """Bars: microseconds at the least, by version and part of the chip, on a logarithmic axis.
+
+    record: None for the committed one.
     """
     record = record or json.loads(RECORD.read_text(encoding="utf-8"))
     worst = {name: max(found["floors_s"].values()) for name, found in record.items()}

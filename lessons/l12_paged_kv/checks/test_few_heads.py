@@ -12,19 +12,25 @@ from lessons.l12_paged_kv.kernels import few_heads, latents
 from lessons.l12_paged_kv.kernels.few_heads import grouped_mla_kernel, is_grouped
 from lessons.l12_paged_kv.kernels.latents import paged_mla_decode
 from lessons.l12_paged_kv.lab.testing import decoded, paged
-from lessons.toolbox.proof.numerics import NotEquivalent, prove
+from lessons.toolbox.proof.inputs import apart
+from lessons.toolbox.proof.numerics import NotEquivalent, floor_for, prove
 from lessons.toolbox.proof.planted import with_bug
 
 RANK, ROPE, SCALE = 128, 64, 0.15
 
 
-def inputs_of(lengths, seed, *, heads=5, block_size=16, rank=RANK, dtype=torch.bfloat16):
-    """q, latents, table, lengths; pages in random order, rows without a token are NaN."""
+def inputs_of(
+    lengths, seed, *, heads=5, block_size=16, rank=RANK, dtype=torch.bfloat16, kind="normal"
+):
+    """q, latents, table, lengths; pages in random order, rows without a token are NaN. Every
+    tensor has gaps of its own.
+    """
     sizes = heads, 1, rank + ROPE, 1
     q, rows, _, table, lens = paged(
-        lengths, block_size=block_size, heads=sizes, dtype=dtype, seed=seed
+        lengths, block_size=block_size, heads=sizes, dtype=dtype, seed=seed, kind=kind
     ).decode
-    return q, rows[:, :, 0], table, lens
+    q, rows, table = apart(q, rows[:, :, 0], table)
+    return q, rows, table, lens
 
 
 def plain(q, rows, table, lens):
@@ -45,6 +51,14 @@ def fast(rank=RANK, block_n=16, **options):
 def test_few_heads(options, block_size, dtype, seed, proof):
     inputs = inputs_of([0, 16, 50], seed, block_size=block_size, dtype=dtype)
     proof.record(grouped_mla_kernel, prove(fast(**options), plain, inputs))
+
+
+@pytest.mark.parametrize("kind", ["large_logits", "ascending", "all_negative", "tied"])
+@pytest.mark.sample(1)
+def test_few_heads_on_hard_inputs(kind, seed, proof):
+    inputs = inputs_of([40, 90], seed, kind=kind)
+    errors = prove(fast(), plain, inputs, floor=floor_for(torch.bfloat16, kind))
+    proof.record(grouped_mla_kernel, errors)
 
 
 def test_16_heads_of_deepseek(seed, proof):

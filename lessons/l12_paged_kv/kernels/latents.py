@@ -50,12 +50,11 @@ class PagedLatentPool(AbsorbedPool):
             return single(q, latents, batch)
 
         def prompts(q: Tensor, part: Batch) -> Tensor:
-            return torch.cat(
-                [
-                    self.read_expanded(mla, q[rows], latents, part, b, length)
-                    for b, (rows, length) in enumerate(sequences(part))
-                ]
-            )
+            outs = [
+                self.read_expanded(mla, q[rows], latents, part, b, length)
+                for b, (rows, length) in enumerate(sequences(part))
+            ]
+            return torch.cat(outs)
 
         if batch.work_list is not None:  # a CPU's, and of the whole step
             return prompts(q, batch)
@@ -78,6 +77,7 @@ class PagedLatentPool(AbsorbedPool):
             max_seqlen_q=len(q),
             max_context_len=length,
             block_table=None,
+            lengths=((len(q), length),),
         )
         return self.ops.prefill(q, k, v, one, self.config.softmax_scale, None)
 

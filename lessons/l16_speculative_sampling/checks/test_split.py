@@ -19,6 +19,7 @@ from lessons.l16_speculative_sampling.lab.testing import (
 from lessons.l16_speculative_sampling.more import split
 from lessons.l16_speculative_sampling.more.split import emit_kernel, masses_kernel, verify_split
 from lessons.l16_speculative_sampling.optimized import verify
+from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.proof.planted import with_bug
 from lessons.toolbox.proof.refusals import assert_message, assert_refused
 
@@ -77,6 +78,24 @@ def test_the_batch_changes_nothing(seed, proof):
         got = verify_split(*alone, alone.max_rows, part=32)
         assert torch.equal(got[0], tokens[first:end]) and int(got[1]) == int(accepted[b])
     proof.record(masses_kernel)
+
+
+def test_a_token_without_mass_is_never_drawn(seed):
+    """By the largest random number, where the two sums of a part round differently."""
+    rows = rows_of([0] * 40, 97)
+    rows.p.copy_((2 * torch.randn(40, 97)).softmax(-1))
+    rows.p[:, 80:], rows.u[:, 1] = 0, 1 - 2.0**-24
+    tokens, _ = verify_split(*rows, 1, part=128)
+    assert rows.p.gather(1, tokens[:, None]).gt(0).all()
+
+
+def test_it_stays_within_its_tensors(seed):
+    """Where nothing is between rows, and the last token of the last row is drawn."""
+    dense = Rows(*(x.contiguous() for x in rows_of([3, 2, 0], 37)))
+    dense.u[:, 1] = 1 - 2.0**-24
+    with in_bounds():
+        for q in (dense.q, None):
+            verify_split(dense.p, q, *dense[2:], dense.max_rows, part=16)
 
 
 def test_logits_that_are_not_finite_are_told(seed):

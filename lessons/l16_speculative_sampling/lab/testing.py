@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lessons.l16_speculative_sampling import naive
 from lessons.toolbox.measure.device import default_device
-from lessons.toolbox.proof.traps import poisoned, poisoned_empty
+from lessons.toolbox.proof.inputs import apart
+from lessons.toolbox.proof.traps import poisoned_empty
 
 DEVICE = default_device()  # without a GPU the kernel runs in Triton's interpreter
 UNITS = 2**16  # probabilities are multiples of 1 / UNITS
@@ -62,8 +63,8 @@ def in_units(rows: int, vocab_size: int, units: int = UNITS) -> Tensor:
 def rows_of(counts: list[int], vocab_size: int, kind: str = "normal") -> Rows:
     """Sequences with so many drafted tokens each; -1: padding without rows.
 
-    Rows lie apart with NaN between them. In bonus rows drafted is -1 and q is NaN, or in every
-    other one something that looks like a distribution.
+    Rows of p and of q are apart, each in its own way, with NaN between them. In bonus rows drafted
+    is -1 and q is NaN, or in every other one something that looks like a distribution.
     """
     total = sum(count + 1 for count in counts)
     # With coarse steps a random number often falls on the very end of a token.
@@ -96,14 +97,8 @@ def rows_of(counts: list[int], vocab_size: int, kind: str = "normal") -> Rows:
     bounds = torch.tensor([0, *(count + 1 for count in counts)]).cumsum(0).int()
     bonus = bounds[1:][bounds.diff() > 0].long() - 1
     drafted[bonus], q[bonus[::2]] = -1, torch.nan
-    p, q = (spread(x).to(DEVICE) for x in (p, q))
+    p, q = apart(p.to(DEVICE), q.to(DEVICE))
     return Rows(p, q, drafted.to(DEVICE), u.to(DEVICE), bounds.to(DEVICE))
-
-
-def spread(x: Tensor) -> Tensor:
-    """The same values with NaN behind each row: [R, V] -> [R, V], a stride of V + 3."""
-    apart = poisoned((len(x), x.shape[1] + 3), x.dtype)[:, : x.shape[1]]
-    return apart.copy_(x)
 
 
 def expected(rows: Rows) -> tuple[Tensor, Tensor]:

@@ -138,6 +138,8 @@ def test_measures():
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.25, 0.5]])
     assert behaviour.accepted([p.log()], [q.log()]) == pytest.approx(0.5)
     assert behaviour.accepted([p.log(), q.log()], [p.log(), q.log()]) == pytest.approx(1)
+    wider = torch.tensor([[0.25, 0.25, 0.25, 0.25]])  # a row more, which is no token
+    assert behaviour.accepted([p.log()], [wider.log()]) == pytest.approx(0.5)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_a_folder_of_hugging_face(short, folder, monkeypatch, capsys):
     assert behaviour.main(["--model", str(folder), "int4-g32", "int4-g128"]) == 0
     said = capsys.readouterr()
     first, second = said.out.splitlines()
-    assert first.startswith("reference") and "16.00 bits" in first and "same tokens 8 of 8" in first
+    assert first.startswith("reference") and "32.00 bits" in first and "same tokens 8 of 8" in first
     assert second.startswith("int4-g32") and " 4.75 bits" in second and "accepts" not in second
     assert said.err.startswith("int4-g128 is left out: group_size: got 128; accepted: a divisor")
     assert said.err.count("\n") == 1

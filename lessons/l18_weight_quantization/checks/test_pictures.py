@@ -1,7 +1,7 @@
 """Proves that the pictures fit: no text outside, none over another one or over a point."""
 
 import pytest
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from lessons.l18_weight_quantization.lab import pictures
@@ -40,7 +40,7 @@ def covered_points(figure) -> list[tuple[str, float, float]]:
         dots = [(x, y) for drawn in ax.containers for x, y in zip(*drawn.lines[0].get_data())]
         boxes = [(text.get_text(), text) for text in ax.findobj(Annotation)]
         for label, text in boxes:
-            own = Annotation.get_window_extent(text).padded(2)
+            own = Text.get_window_extent(text).padded(2)  # without the line to its own point
             for (x, y), bar in zip(dots, bars):
                 (left, low), (_, high) = ax.transData.transform(bar)
                 middle = ax.transData.transform((x, y))[1]

@@ -44,11 +44,12 @@ def of_grouped(x, weight: GroupedInt, bias=None, warps=None):
 
 
 def weights(name: str, outputs: int, columns: int, seed: int) -> GroupedInt:
-    """As lab/testing.py's `matrix`, with groups of 256 too."""
-    if name != "int4, groups of 256":
+    """As lab/testing.py's `matrix`, with two more kinds of groups."""
+    more = {"int4, groups of 256": (256, True), "int4, zeros, groups of 128": (128, False)}
+    if name not in more:
         return matrix(name, outputs, columns, seed)
     numbers = draw("normal", (outputs, columns), seed=seed)
-    return round_to_nearest(numbers, 4, 256, symmetric=True).to(DEVICE)
+    return round_to_nearest(numbers, 4, *more[name]).to(DEVICE)
 
 
 @pytest.mark.parametrize("outputs, columns", [(16, 256), (35, 320)])
@@ -88,6 +89,7 @@ def test_the_order_of_the_codes_is_a_plain_loop(outputs, columns, seed):
         ("int4, groups of 256", (8, 17, 1280), None),
         ("int4, groups of 128", (9, 33, 2048 + 128), Warps(2, 8)),  # eight warps share the inputs
         ("int4, zeros", (2, 16, 1088), Warps(1, 3)),
+        ("int4, zeros, groups of 128", (3, 17, 640), None),  # as most checkpoints have them
         # pieces of several blocks: the last one shorter, and more blocks than stretches
         ("int4, groups of 128", (16, 49, 1920), Warps(3, 1, 3)),
         ("int4, zeros", (5, 33, 320), Warps(2, 1, 8)),

@@ -10,8 +10,10 @@ writes results/cpu/l18_behaviour.json, which MORE.md quotes. With a checkpoint o
 
 prints the same table and writes nothing. FOLDER is any checkpoint of Hugging Face that the course
 loads, with its tokenizer and room for 1100 tokens. A method whose groups do not fit its matrices is
-left out, with a line that says so. lm-eval (EleutherAI's lm-evaluation-harness) is the usual
-program for this: hundreds of tasks, made for models that are larger than the embedded one.
+left out, with a line that says so, and so are prompts that its tokenizer does not give back.
+Prompts are plain text; a chat template is not used. lm-eval (EleutherAI's lm-evaluation-harness) is
+the usual program for this: hundreds of tasks, made for models that are larger than the embedded
+one.
 """
 
 import json
@@ -26,6 +28,13 @@ from lessons.l02_naive_attention.sampling import SamplingParams
 from lessons.l06_mla.deepseek import load_decoder
 from lessons.l12_paged_kv.generate import BLOCK_SIZE, generate
 from lessons.l18_weight_quantization.lab.behaviour_tasks import Item, items
+from lessons.l18_weight_quantization.lab.folders import (
+    bits_of,
+    can_be_asked,
+    check_draft,
+    check_vocabulary,
+    prompt_tokens,
+)
 from lessons.l18_weight_quantization.lab.methods import CALIBRATION, METHODS, four_digits
 from lessons.l18_weight_quantization.lab.quality import (
     bits_per_weight,
@@ -58,7 +67,9 @@ def greedy(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[li
 
 def written(model: Decoder, tokenizer, found: list[Item]) -> list[str]:
     """What the model writes after each prompt: NEW_TOKENS likeliest tokens."""
-    prompts = [tokenizer(item.prompt)["input_ids"] for item in found]
+    if not found:
+        return []
+    prompts = [prompt_tokens(tokenizer, item.prompt) for item in found]
     answers = greedy(model, prompts, NEW_TOKENS)
     texts = []
     for prompt, answer in zip(prompts, answers):
@@ -89,11 +100,13 @@ def first_difference(answer: list[int], wanted: list[int]) -> int:
 
 def accepted(target: list[Tensor], draft: list[Tensor]) -> float:
     """The share of drafts that speculative sampling accepts: the mean of Σ min(p, q) over all
-    places of a text (lesson 16). target, draft: log-probabilities, [length, V] for each window.
+    places of a text (lesson 16). target, draft: log-probabilities, [length, V] for each window; V
+    may differ, because models of one tokenizer are padded to other numbers of rows.
     """
-    shares = [
-        torch.minimum(p.exp(), q.exp()).sum(-1).mean() for p, q in zip(target, draft, strict=True)
-    ]
+    shares = []
+    for p, q in zip(target, draft, strict=True):
+        both = min(p.shape[-1], q.shape[-1])
+        shares.append(torch.minimum(p[:, :both].exp(), q[:, :both].exp()).sum(-1).mean())
     return float(torch.stack(shares).mean())
 
 
@@ -102,15 +115,22 @@ class Yardstick:
 
     def __init__(self, model: str = TINY, draft: str | None = DRAFT, count: int | None = None):
         self.model = load_decoder(model)
-        self.tokenizer = load_tokenizer(model)
-        self.items = items() if count is None else items(count)
+        self.tokenizer, self.bits = load_tokenizer(model), bits_of(model)
         self.windows = held_out_windows(self.tokenizer, max(WINDOWS, PROMPTS))
+        if draft is not None:  # before anything takes long
+            drafter = load_decoder(draft)
+            own = held_out_windows(load_tokenizer(draft), len(self.windows))
+            check_draft(draft, self.windows, own)
+        check_vocabulary(model, self.windows, self.model.config.vocab_size)
+        every = items() if count is None else items(count)
+        self.items = can_be_asked(self.tokenizer, every)
+        self.left_out = len(every) - len(self.items)
         self.right = right(self.model, self.tokenizer, self.items)
         self.answers = long_answers(self.model, self.windows)
         self.predictions = list(predictions(self.model, self.windows[:WINDOWS]))
         self.drafts = None
         if draft is not None:
-            self.drafts = list(predictions(load_decoder(draft), self.windows[:WINDOWS]))
+            self.drafts = list(predictions(drafter, self.windows[:WINDOWS]))
 
     def judge(self, model: Decoder) -> dict:
         """Tasks, first differing tokens and accepted drafts of a model."""
@@ -136,9 +156,8 @@ class Yardstick:
 
 def rows(yardstick: Yardstick, names: list[str]) -> Iterator[dict]:
     """The model as it is, then each method; what does not fit its matrices is said and left out."""
-    yield {"name": "reference", "format": "as trained", "way": "", "bits": 16} | yardstick.judge(
-        yardstick.model
-    )
+    first = {"name": "reference", "format": "as trained", "way": "", "bits": yardstick.bits}
+    yield first | yardstick.judge(yardstick.model)
     methods = {method.name: method for method in METHODS}
     windows = calibration_windows(yardstick.tokenizer, CALIBRATION)
     for name in names:
@@ -150,6 +169,20 @@ def rows(yardstick: Yardstick, names: list[str]) -> Iterator[dict]:
             continue
         row = {"name": name, "format": method.format, "way": method.way}
         yield row | {"bits": bits_per_weight(model)} | yardstick.judge(dequantized(model))
+
+
+def notes(yardstick: Yardstick) -> list[str]:
+    """What a reader of the table has to know of this folder."""
+    said = []
+    if yardstick.left_out:
+        count = yardstick.left_out + len(yardstick.items)
+        said.append(
+            f"{yardstick.left_out} of {count} items are left out: the tokenizer does not give "
+            "their prompts back"
+        )
+    if yardstick.tokenizer.chat_template:
+        said.append("prompts are plain text: the chat template is not used")
+    return said
 
 
 def recorded() -> dict:
@@ -183,7 +216,9 @@ def run(argv: list[str] | None) -> int:
         epilog="For published comparisons: lm_eval --model hf --model_args pretrained=FOLDER",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(ROWS)}")
-    parser.add_argument("--model", help="a checkpoint in 16 bits; default: the embedded one")
+    parser.add_argument(
+        "--model", help="a checkpoint that is not quantized; default: the embedded one"
+    )
     parser.add_argument("--draft", help="a smaller checkpoint with the same tokenizer")
     options = parser.parse_args(argv)
     if unknown := set(options.names) - {method.name for method in METHODS}:
@@ -192,8 +227,10 @@ def run(argv: list[str] | None) -> int:
     names = options.names or list(ROWS)
     own = options.model is not None
     draft = options.draft if own else options.draft or DRAFT
-    found = []
-    for row in rows(Yardstick(options.model or TINY, draft), names):
+    found, yardstick = [], Yardstick(options.model or TINY, draft)
+    for note in notes(yardstick):
+        print(note, file=sys.stderr)
+    for row in rows(yardstick, names):
         print(line(row), flush=True)
         found.append(four_digits(row))
     if not own:

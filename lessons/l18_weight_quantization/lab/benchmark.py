@@ -208,7 +208,7 @@ def floor_s(shape: tuple[int, int], num_rows: int = 1) -> float:
 BENCHMARKS = [
     Benchmark(
         name="l18_batch",
-        title="{x} rows: unpacking is {speedup:.1f}x as fast as dequantizing the matrix first",
+        title=f"4 bits beside {DTYPE_NAME}: {{beside}}",
         x_name="rows of x",
         x_values=BATCHES,
         quick_x_values=[1, 16],

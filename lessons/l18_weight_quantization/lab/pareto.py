@@ -31,7 +31,7 @@ MARKED = "GPTQ"
 POINTS = {
     "int4-tensor": ("INT4, one scale for a matrix", (10, 0)),
     "nf4-double": ("NF4, double", (-9, -13)),
-    "mxfp4": ("MXFP4", (14, 22)),
+    "mxfp4": ("MXFP4", (0, 38)),
     "nvfp4": ("NVFP4", (10, 0)),
     "nf4": ("NF4", (10, 0)),
     "fp8-e5m2": ("E5M2", (9, 0)),
@@ -44,6 +44,7 @@ POINTS = {
 }
 LEAST = 1e-4  # nats; what is smaller is drawn here
 MANY_BITS = 7.5  # from here on the right panel
+FAR = 20  # points
 
 
 @style()
@@ -103,7 +104,11 @@ def _draw_points(ax, rows: list[dict], colour: str, look: str) -> None:
 
 
 def _beside(ax, place: tuple, text: str, offset: tuple, colour: str, **look) -> None:
-    """A text beside a point, `offset` points away: on its left if the offset is negative."""
+    """A text beside a point, `offset` points away: on its left if the offset is negative. A thin
+    line leads to a text that is FAR, because it may be nearer to another point.
+    """
     side = "center" if not offset[0] else "right" if offset[0] < 0 else "left"
     look = {"color": colour, "ha": side, "va": "center", "path_effects": HALO} | look
+    if np.hypot(*offset) >= FAR:
+        look["arrowprops"] = dict(arrowstyle="-", color=colour, lw=0.8, shrinkA=0, shrinkB=4)
     ax.annotate(text, place, offset, textcoords="offset points", **look)

@@ -102,6 +102,15 @@ class RotatedInput(nn.Module):
         self.linear, self.rotate = linear, rotate
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The layer's: [N]. Ranks that add up their products take it out of them."""
+        return self.linear.bias
+
+    @bias.setter
+    def bias(self, bias: Tensor | None) -> None:
+        self.linear.bias = bias
+
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
         return self.linear(self.rotate(x))
 
@@ -115,6 +124,16 @@ class RotatedOutput(nn.Module):
         super().__init__()
         self.linear, self.rotate = linear, rotate
         self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    @property
+    def bias(self) -> Tensor | None:
+        """As it is in the outputs: [N]. Ranks that add up their products take it out of them."""
+        bias = self.linear.bias
+        return None if bias is None else self.rotate(bias[None])[0]
+
+    @bias.setter
+    def bias(self, bias: None) -> None:
+        self.linear.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
         return self.rotate(self.linear(x))

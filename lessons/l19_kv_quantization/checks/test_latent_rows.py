@@ -12,6 +12,7 @@ from lessons.l06_mla.optimized import Tiles
 from lessons.l09_flash_attention.tiles import has_e4m3
 from lessons.l10_flash_decoding.splits import work_items
 from lessons.l12_paged_kv.lab.testing import DEVICE, paged
+from lessons.l19_kv_quantization.kernels import launch
 from lessons.l19_kv_quantization.kernels.latents import kernel, naive, optimized
 from lessons.l19_kv_quantization.kernels.latents.kernel import coded_mla_kernel, write_rows_kernel
 from lessons.l19_kv_quantization.kernels.latents.naive import LatentRows, dequantized_mla_decode
@@ -19,6 +20,7 @@ from lessons.l19_kv_quantization.kernels.latents.optimized import coded_mla_deco
 from lessons.l19_kv_quantization.lab import latent_rows
 from lessons.l19_kv_quantization.lab.testing import skip_where
 from lessons.l19_kv_quantization.optimized import writes_e4m3
+from lessons.toolbox.proof.inputs import apart
 from lessons.toolbox.proof.numerics import Errors, NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
@@ -28,7 +30,8 @@ SCALE = 0.2
 
 def coded(lengths, *, rank, rope, dtype, block_size, seed, heads=5, factors=(1.0,)):
     """(q, rows, table, lens) and their format, pages in random order. Each group of a latent is as
-    large as `factors` say in turn. Rows that hold no token have NaN codes, scales and values.
+    large as `factors` say in turn. Rows that hold no token have NaN codes, scales and values. Every
+    tensor has gaps of its own.
     """
     sizes = heads, 1, rank + rope, 1
     inputs = paged(lengths, block_size=block_size, heads=sizes, dtype=dtype, seed=seed).decode
@@ -41,6 +44,7 @@ def coded(lengths, *, rank, rope, dtype, block_size, seed, heads=5, factors=(1.0
     written = latents.isfinite().all(-1, keepdim=True)
     rows = format.quantize(torch.where(written, latents, 0.0))
     rows[~written[..., 0]] = 0xFF
+    q, rows, table = apart(q, rows, table)  # rows by 16 bytes
     return (q, rows, table, lens), format
 
 
@@ -153,6 +157,30 @@ def test_decode_over_rows_by_a_list(seed, proof):
     proof.record(coded_mla_kernel, prove(by_list, slow(format), inputs))
 
 
+@pytest.mark.parametrize("small", [0, 1])
+def test_a_query_whose_neighbours_differ(small, seed, proof):
+    """Every other channel is 2^-10 of its neighbour: one power of two serves both."""
+    sizes = dict(rank=32, rope=16, dtype=torch.float16, block_size=16)
+    inputs, format = coded([40], **sizes, seed=seed)
+    inputs[0][..., small:32:2] *= 2.0**-10
+    proof.record(coded_mla_kernel, prove(fast(format), slow(format), inputs))
+
+
+@pytest.mark.parametrize("power", [-70, 24])
+def test_latents_of_any_size(power, seed, proof):
+    """Beyond what float16 holds, in which their codes are multiplied."""
+    sizes = dict(rank=32, rope=16, dtype=torch.bfloat16, block_size=16)
+    inputs, format = coded([40], **sizes, seed=seed, factors=(2.0**power,))
+    proof.record(coded_mla_kernel, prove(fast(format), slow(format), inputs))
+
+
+def test_decode_on_a_chip_without_e4m3(seed, monkeypatch):
+    """Its codes come apart by shifts, as numbers of which 256 are one."""
+    monkeypatch.setattr(launch, "has_e4m3", lambda device: False)
+    inputs, format = coded([40], rank=32, rope=16, dtype=torch.float16, block_size=16, seed=seed)
+    prove(fast(format), slow(format), inputs)
+
+
 def test_a_scale_of_nan_is_seen(seed):
     """In the columns of its group, or in all where it is a key's; in its own sequence."""
     sizes = dict(rank=32, rope=16, dtype=torch.float32, block_size=4)
@@ -171,10 +199,11 @@ def test_rows_are_written_as_pytorch_writes_them(dtype, seed, proof):
     """Bit for bit, with zeros, NaN and infinity; what no slot is for is not touched."""
     skip_where("fp8", writes_e4m3)
     torch.manual_seed(seed)
-    format = LatentRows(256, 32, dtype)
-    x = torch.randn(7, 288, device=DEVICE).to(dtype)
+    format = LatentRows(256, 24, dtype)
+    x = torch.randn(7, 280, device=DEVICE).to(dtype)
     x[1], x[2, 3], x[3, 200] = 0, torch.nan, torch.inf
     rows = torch.full((9, format.row_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    (x,) = apart(x)
     slots = torch.tensor([8, 0, 3, 5, -1, 1, 2], device=DEVICE)
     write_rows(format, x, rows, slots)
     want = torch.full_like(rows, 0xFF)

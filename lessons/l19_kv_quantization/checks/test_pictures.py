@@ -194,8 +194,9 @@ def test_the_readme_quotes_the_bytes():
     assert f"κ = {kappa:,} bytes" in README
     # As the planner counts: of the input embedding a step reads a few rows.
     read = (small.params - small.embedding_params) * 2
-    assert f"P · b = {read / 1e9:.1f} GB" in README
-    assert f"from B · N = {read // kappa:,} tokens on" in README
+    gigabytes = f"{read / 1e9:.2f} GB"
+    assert f"P · b = {gigabytes} (" in README
+    assert f"from B · N = {gigabytes} / κ, about {round(read // kappa, -2):,} tokens, on" in README
     cache = 8192 * kappa
     step = plan_for("llama-3-8b", 1, 8192, "bf16").decode.bytes_moved
     assert step == pytest.approx(read + cache, rel=1e-5)
@@ -244,13 +245,28 @@ def test_the_examples_by_hand():
 
 def test_the_examples_of_steps_6_and_8():
     """Codes that are rounded again, and a scale that is taken out of a sum."""
-    channel = torch.tensor([6.0, -1.5])
-    codes = torch.round(channel / 0.5)
-    again = torch.round(codes * 0.5 / (127 / 127))
-    first, second = ([int(code) for code in each] for each in (codes, again))
-    assert f"scale 0.5, are codes {first[0]} and −{-first[1]}" in README
-    assert f"codes {second[0]}, −{-second[1]}, 127.  −1.5 has become −{-second[1]}" in README
+    channel = torch.tensor([6.0, -1.5, 63.5])
+    scale = float(channel.abs().max()) / 127
+    codes = torch.round(channel / scale)
+    again = torch.round(codes * scale / (127 / 127))
+    first, second = (
+        ", ".join(f"{int(code)}".replace("-", "−") for code in each) for each in (codes, again)
+    )
+    assert f"scale 63.5 / 127 = {scale:g}, codes {first}\n" in README
+    assert f"codes {second} and 127.  −1.5 has become −{-int(again[1])}" in README
     scale, (one, other) = 6 / 127, (127, round(-0.3 / (6 / 127)))
     assert (one, other) == (127, -6)
     found, exact = scale * (one + 2 * other), 6 + 2 * -0.3
     assert f"{scale:.4f} · (127 − {-2 * other}) = {found:.2f}, exactly {exact:.1f}" in README
+
+
+def test_the_example_of_step_9():
+    """Codes that are multiplied, and their scales after the sum."""
+    x, row = torch.tensor([[12.7, -0.34]]), torch.tensor([[0.5, 2.54]])
+    (x_codes, x_scale), (w_codes, w_scale) = (FORMATS["int8"].quantize(one) for one in (x, row))
+    x_codes, w_codes = (codes.view(torch.int8) for codes in (x_codes, w_codes))
+    assert (x_codes.tolist(), w_codes.tolist()) == ([[127, -3]], [[25, 127]])
+    assert (float(x_scale), float(w_scale)) == pytest.approx((0.1, 0.02))
+    found = 0.1 * 0.02 * float((x_codes.float() @ w_codes.float().T).item())
+    exact = float(x.double() @ row.double().T)
+    assert f"(127 · 25 − 3 · 127) = {found:.3f}, exactly {exact:.3f}\n" in README

@@ -19,6 +19,8 @@ from lessons.l19_kv_quantization.activations.w4a8 import (
 )
 from lessons.l19_kv_quantization.activations.w8a8 import quantize_tokens
 from lessons.l19_kv_quantization.lab.testing import skip_where
+from lessons.toolbox.kernels.bounds import in_bounds
+from lessons.toolbox.proof.inputs import apart
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
@@ -34,13 +36,19 @@ SHAPES = {
 
 
 def operands(name, shape, tokens=21, outputs=35):
-    """Codes and scales of tokens, a weight and a bias. No size is a multiple of a tile."""
+    """Codes and scales of tokens, a weight and a bias, matrices `apart`. No size is a multiple of a
+    tile.
+    """
     inputs, group, symmetric = SHAPES[shape]
     x = torch.randn(tokens, inputs, device=DEVICE)
     x[3] = 0
     matrix = torch.randn(outputs, inputs, device=DEVICE)
     weight = round_to_nearest(matrix, 4, group, symmetric, torch.float32)
-    return *quantize_tokens(x, name), weight, torch.randn(outputs, device=DEVICE)
+    codes, scales = quantize_tokens(x, name)
+    zeros = [] if weight.zeros is None else [weight.zeros]
+    of_weight, codes, of_groups, *zeros = apart(weight.codes, codes, weight.scales, *zeros)
+    weight = replace(weight, codes=of_weight, scales=of_groups, zeros=zeros[0] if zeros else None)
+    return codes, scales, weight, torch.randn(outputs, device=DEVICE)
 
 
 def by_hand(codes, scales, weight, bias):
@@ -58,7 +66,8 @@ def proved(module, codes, scales, weight, bias):
     def plain(scales, bias):
         return by_hand(codes, scales, weight, bias)
 
-    return prove(fast, plain, (scales, bias))
+    with in_bounds():
+        return prove(fast, plain, (scales, bias))
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

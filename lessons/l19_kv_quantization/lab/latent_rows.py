@@ -158,12 +158,15 @@ def predicted(heads: int) -> dict[str, dict]:
     for name, run in runs.items():
         guesses = {each.kernel.name: predict(each) for each in profiled_sample(run, "h200")}
         width = ROWS.row_bytes if name != "16 bits" else 2 * (RANK + ROPE)
-        seconds = next(float(g.seconds) for key, g in guesses.items() if "mla" in key)
+        seconds = sum(float(guess.seconds) for guess in guesses.values())
         found[name] = {
             "bytes": SEQUENCES * CONTEXT * width,
             "predicted_s": seconds,
             "bytes_per_s": round(SEQUENCES * CONTEXT * width / seconds),
-            "limits": {key: guess.limit for key, guess in guesses.items()},
+            "kernels": {
+                key: {"predicted_s": float(guess.seconds), "limit": guess.limit}
+                for key, guess in guesses.items()
+            },
         }
     return found
 

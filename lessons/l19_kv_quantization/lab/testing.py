@@ -13,6 +13,7 @@ from lessons.l02_naive_attention.decoder import Decoder
 from lessons.l02_naive_attention.naive import attention, whole_sequence
 from lessons.l12_paged_kv.lab.testing import DEVICE, PagedInputs
 from lessons.l19_kv_quantization.formats import RowFormat
+from lessons.toolbox.proof.inputs import apart
 
 NAN_CODE = 0x7F  # in E4M3
 
@@ -43,10 +44,13 @@ class CodedInputs(NamedTuple):
 
 
 def coded(format: RowFormat, inputs: PagedInputs) -> CodedInputs:
-    """`paged` inputs with K and V as codes. Slots that were never written hold NaN scales."""
-    q, k_cache, v_cache, *rest = inputs
+    """`paged` inputs with K and V as codes, all `apart`. Slots that were never written hold NaN
+    scales.
+    """
+    q, k_cache, v_cache, table, *rest = inputs
     (k_codes, k_scales), (v_codes, v_scales) = (coded_cache(format, x) for x in (k_cache, v_cache))
-    return CodedInputs(q, k_codes, v_codes, k_scales, v_scales, *rest)
+    q, k_codes, table, v_codes = apart(q, k_codes, table, v_codes)  # codes by 16 bytes
+    return CodedInputs(q, k_codes, v_codes, k_scales, v_scales, table, *rest)
 
 
 def coded_cache(format: RowFormat, cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     console.print(table_of(plan, options.shared))
     console.print(
-        "Predictions from shapes and the data sheet: steps at least, tokens/s at most.",
+        "Predictions from the data sheet: step times are lower bounds, tokens/s upper bounds.",
         style="dim",
     )
     return 0

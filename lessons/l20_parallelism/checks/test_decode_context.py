@@ -108,6 +108,7 @@ MODELS = [
     ("llama", 4, 2),
     ("mistral", 4, 2),  # with windows
     ("smollm3", 4, 2),  # a layer without rotation
+    ("gpt_oss", 4, 2),  # with windows and sinks
     ("qwen3", 4, 4),
     ("qwen3", 4, 2),  # two groups with a copy each
     ("deepseek_v3", 4, 4),
@@ -167,6 +168,9 @@ BUGS = {
                                          "size)))"),
     "keys are not rotated to their places": ("q, k = rotate(q), rotate(k)",
                                              "q, k = rotate(q), k"),
+    "sinks of another rank": ("first = group.rank * len(out)", "first = 0"),
+    "a sink on every rank": ("seen - sinks.to",
+                             "seen - torch.log(torch.tensor(group.size)) - sinks.to"),
     "v of the first token again": ("self.values[layer], v[is_mine])",
                                    "self.values[layer], v[:1].expand(int(is_mine.sum()), -1, -1))"),
 }  # fmt: skip
@@ -177,7 +181,7 @@ BUGS = {
 def test_planted_bugs_are_seen(name, seed):
     """In wrong logits, or because K and their places no longer fit together."""
     try:
-        error = max(differences(seed, BUGS[name], [("llama", 4, 2)]))
+        error = max(differences(seed, BUGS[name], [("gpt_oss", 4, 2)]))
     except RankError as refused:
         assert "size of tensor" in str(refused), refused
     else:

@@ -22,6 +22,7 @@ from lessons.toolbox.measure.device import has_gpu, interpreting
 from lessons.toolbox.proof.compiled import Bounds
 from lessons.toolbox.proof.numerics import assert_close_to_oracle
 from lessons.toolbox.proof.planted import with_bug
+from lessons.toolbox.proof.traps import CANARY, guarded_empty
 
 ON_GPU = has_gpu() and not interpreting()
 SMALL_BLOCK = 16  # of the kernels here, so that few numbers fill BLOCKS programs, and one more
@@ -45,17 +46,21 @@ def shared(world: Group, num_bytes: int, timeout_s: float = 60.0):
 
 
 def reduce_rank(world: Group, kind: str, dtype: torch.dtype, seed: int) -> list:
-    """(way, shape, the total, whether x stayed as it was), after random waits."""
+    """(way, shape, the total, whether x and what is after its place in the buffer stayed as they
+    were), after random waits.
+    """
     symmetric_kernels.BLOCK = symmetric_kernels.BLOCK if ON_GPU else SMALL_BLOCK
     memory, found = shared(world, 1 << 16), []
     waits = torch.rand(100, generator=torch.Generator().manual_seed(seed + world.rank)).tolist()
     for name in NAMES:
         for number, shape in enumerate(SHAPES):
             x = part_of(world.rank, shape, dtype, seed + number).to(memory.buffers[0].device)
-            before = x.clone()
+            before, own = x.clone(), memory.buffers[world.rank].fill_(CANARY)
             time.sleep(0.01 * waits.pop())
-            total = getattr(KINDS[kind], name)(x, memory)
-            found.append((name, shape, total.cpu(), torch.equal(x, before)))
+            with guarded_empty():
+                total = getattr(KINDS[kind], name)(x, memory)
+            is_untouched = torch.equal(x, before) and bool((own[x.nbytes :] == CANARY).all())
+            found.append((name, shape, total.cpu(), is_untouched))
     return found
 
 

@@ -97,8 +97,8 @@ def draw_scaling(
     at = DEGREES.index(8)
     fast, slow = (shares[f"prefill, {name}"][at] for name in ("NVLink 4", "PCIe 5"))
     fig, ax = frame(
-        f"8 GPUs decode {8 * shares['decode, NVLink 4'][at]:.1f}× as fast as one over NVLink; "
-        f"they prefill {8 * fast:.1f}× as fast over NVLink, {8 * slow:.1f}× over PCIe",
+        f"8 GPUs over NVLink decode {8 * shares['decode, NVLink 4'][at]:.1f}× as fast as one and "
+        f"prefill {8 * fast:.1f}×, over PCIe prefill {8 * slow:.1f}×",
         f"PREDICTED from data sheets and NCCL's latencies, nothing measured · {model}, "
         f"{chip.name}, "
         f"16 bits · {batch} sequences, {context} tokens · boxes of 8, InfiniBand between",

@@ -125,24 +125,24 @@ def two_shot_kernel(
 def one_shot(x: Tensor, memory: SymmetricMemory) -> Tensor:
     """symmetric.one_shot as a kernel. x: any shape -> like x."""
     x, buffers = x.contiguous(), memory.views(x)
-    out = torch.empty_like(x)
+    out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     grid = (min(BLOCKS, triton.cdiv(x.numel(), BLOCK)),)
     if x.numel():
         one_shot_kernel[grid](x, out, *shared(buffers, memory), x.numel(), memory.rank,
                               SIZE=memory.size, BLOCK=BLOCK, ACC=accumulator(x))  # fmt: skip
-    return out
+    return out.view_as(x)
 
 
 def two_shot(x: Tensor, memory: SymmetricMemory) -> Tensor:
     """symmetric.two_shot as a kernel. x: any shape -> like x."""
     x, buffers = x.contiguous(), memory.views(x)
-    out = torch.empty_like(x)
+    out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     piece = triton.cdiv(triton.cdiv(x.numel(), memory.size), BLOCK) * BLOCK
     grid = (min(BLOCKS, piece // BLOCK),)
     if x.numel():
         two_shot_kernel[grid](x, out, *shared(buffers, memory), x.numel(), piece, memory.rank,
                               SIZE=memory.size, BLOCK=BLOCK, ACC=accumulator(x))  # fmt: skip
-    return out
+    return out.view_as(x)
 
 
 def shared(buffers: list[Tensor], memory: SymmetricMemory) -> tuple:

@@ -15,7 +15,8 @@ has the queries of its own heads alone, and these need all tokens. So in each la
 
 `attention_on_ranks` does it with lists, and merges (m, l, acc) as lesson 8 does. The processes send
 what a decode kernel returns, `out` and `lse`: with LSE = log Σ exp(lse) over the ranks, the row is
-Σ out · exp(lse − LSE), a plain sum, which a reduce-scatter computes.
+Σ out · exp(lse − LSE), a plain sum, which a reduce-scatter computes. A learnt sink (gpt-oss) is one
+more term of LSE, which no rank has: each adds those of its own heads at the end.
 
 Sources: vLLM's docs/serving/context_parallel_deployment.md; Helix Parallelism (Bhatia et al. 2025).
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from lessons.l02_naive_attention.decoder import Attend, Decoder
 from lessons.l02_naive_attention.rope import rotation
+from lessons.l02_naive_attention.variants.score_rules import sinks_of
 from lessons.l08_online_softmax.naive import (
     Partial,
     exp_difference,
@@ -84,28 +86,37 @@ def context_attention(
     group: Group,
     softmax_scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's heads over the tokens of all ranks. q: [T, H, D] at the positions
-    `queries`: [T]; k: [N, 1, D], v: [N, 1, Dv] of this rank's tokens, at `keys`: [N] -> [T, H, Dv].
+    `queries`: [T]; k: [N, 1, D], v: [N, 1, Dv] of this rank's tokens, at `keys`: [N]; sinks: [H] of
+    this rank's heads -> [T, H, Dv].
 
     Computed in float32, or float64 for float64. N may be 0 on some ranks.
     """
     everyone = group.all_gather(q, dim=1)  # [T, P · H, D]
     scores = tile_scores(wide(everyone), wide(k), queries, keys, softmax_scale, True, window)
     out, lse = finish(from_scores(scores, v[:, 0]))  # [P · H, T, Dv], [P · H, T]
-    return merged(out, lse, group).transpose(0, 1).to(q.dtype)
+    return merged(out, lse, group, sinks).transpose(0, 1).to(q.dtype)
 
 
-def merged(out: Tensor, lse: Tensor, group: Group) -> Tensor:
+def merged(out: Tensor, lse: Tensor, group: Group, sinks: Tensor | None = None) -> Tensor:
     """The rows of this rank's heads, of which every rank has attended to some tokens. out: [P · H,
-    T, Dv], lse: [P · H, T], −inf where it saw nothing -> [H, T, Dv].
+    T, Dv], lse: [P · H, T], −inf where it saw nothing; sinks: [H] of this rank's heads, scores that
+    no rank has added yet -> [H, T, Dv].
     """
-    if group.size == 1:
+    of_all = lse[None]
+    if group.size > 1:
+        of_all = group.all_gather(lse[None], dim=0)  # [P, P · H, T]
+        # what part of the row's weight is here: the parts of all ranks add up to 1
+        share = exp_difference(lse, of_all.logsumexp(0))
+        out = group.reduce_scatter(out * share[..., None])
+    if sinks is None:
         return out
-    of_all = group.all_gather(lse[None], dim=0)  # [P, P · H, T]
-    # what part of the row's weight is here: the parts of all ranks add up to 1
-    share = exp_difference(lse, of_all.logsumexp(0))
-    return group.reduce_scatter(out * share[..., None])
+    # A sink is one more score: e^seen / (e^seen + e^sink) of the weight is left for the tokens.
+    first = group.rank * len(out)
+    seen = torch.logsumexp(of_all[:, first : first + len(out)], dim=0)  # [H, T]
+    return out * torch.sigmoid(seen - sinks.to(seen.dtype)[:, None])[..., None]
 
 
 class ContextCache:
@@ -113,16 +124,17 @@ class ContextCache:
 
     part: the rank's decoder; group: the ranks that hold a copy of the same KV head. length: tokens
     so far, on all ranks together; keys, values: {layer: [tokens of this rank, 1, D]}. Raises
-    ValueError for a model with several KV heads on a rank, or with more than scale and mask.
+    ValueError for a model with several KV heads on a rank, or with a soft-cap.
     """
 
     def __init__(self, part: Decoder, group: Group):
         config = part.config
         if config.num_key_value_heads != 1:
             refuse("num_key_value_heads", config.num_key_value_heads, "1 on each rank of a group")
-        if config.has_score_rules:
-            refuse("config", config.model_type, "a model without a soft-cap and without sinks")
+        if config.attn_logit_softcapping is not None:
+            refuse("config", config.model_type, "a model without a soft-cap")
         self.config, self.group, self.length = config, group, 0
+        self.sinks = sinks_of(part)
         empty = torch.empty(0, 1, 0, dtype=part.dtype, device=part.device)
         self.keys: dict[int, Tensor] = dict.fromkeys(part.stage_layers, empty)
         self.values = dict(self.keys)
@@ -150,6 +162,7 @@ class ContextCache:
                 self.group,
                 self.config.softmax_scale,
                 self.config.sliding_window(layer),
+                self.sinks[layer],
             )
 
         return attend

@@ -21,7 +21,8 @@ from lessons.l21_multi_lora.together import SliceWeights, add_lora_together
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.launches import watching_launches
-from lessons.toolbox.proof.numerics import assert_same_bits, draw, prove
+from lessons.toolbox.proof.inputs import apart, draw
+from lessons.toolbox.proof.numerics import assert_same_bits, prove
 from lessons.toolbox.proof.planted import with_bug
 
 SMALL = Tiles(block_k=16, split_k=32, block_n=16, num_warps=4, num_stages=2)
@@ -38,7 +39,7 @@ def short_blocks(monkeypatch):
 
 
 def problem(dtype=torch.float32, outputs=OUTPUTS, size=40, seed=0):
-    """outs, x, weights, batch. What is beyond a slot's rank is NaN."""
+    """outs, x, weights, batch. What is beyond a slot's rank is NaN; outs and x are `apart`."""
     weights = SliceWeights.empty(4, 20, size, outputs, dtype, DEVICE)
     for layer, (slots, ranks) in enumerate(zip(weights.layers(), RANKS)):
         for slot, rank in enumerate(ranks):
@@ -51,6 +52,7 @@ def problem(dtype=torch.float32, outputs=OUTPUTS, size=40, seed=0):
         for count in outputs
     ]
     x = draw("normal", (len(ROWS), size), dtype=dtype, seed=seed + 8, device=DEVICE)
+    x, *outs = apart(x, *outs)
     return outs, x, weights, AdapterBatch.of(ROWS, DEVICE)
 
 

@@ -18,7 +18,7 @@ BOUNDS = {
     "tall tiles": Bounds("^(gate_up|down)_bf16_m(64|128)$", [90], matrix="HGMMA"),
     "wide tiles": Bounds("^wide", [90], matrix="HGMMA", local_memory=0, loads_128bit=8),
     "codes of 4 bits": Bounds("^mxfp4", local_memory=0, matrix=of_16_bits),
-    "codes of 4 bits, tall tiles": Bounds("^mxfp4_.*_m64$", [90], matrix="HGMMA"),
+    "codes of 4 bits, tall tiles": Bounds("^mxfp4_.*_m(64|128)$", [90], matrix="HGMMA"),
     # On Blackwell its compiler spills 8 bytes of the taller tiles of gate and up.
     "FP8": Bounds("^(fp8|quantize_groups)", [89, 90], local_memory=0),
     "FP8, tall tiles": Bounds("^fp8_.*_m64$", [90], matrix="QGMMA"),

@@ -1,5 +1,7 @@
 """Proves the kernels of gpt-oss' experts in 4 bits against the loop over dequantized matrices."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,13 +9,9 @@ from lessons.l18_weight_quantization.weights import E2M1_VALUES, MXFP4_BLOCK, Mx
 from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.moe_cases import DEVICE, UNEVEN, random_routes, routes
 from lessons.l23_experts.lab.testing import assert_same_in_any_company
-from lessons.l23_experts.more import mxfp4, naive_mxfp4
-from lessons.l23_experts.more.mxfp4 import (
-    Stack,
-    Tiles,
-    mxfp4_down_kernel,
-    mxfp4_gate_up_kernel,
-)
+from lessons.l23_experts.more import mxfp4, mxfp4_kernels, naive_mxfp4
+from lessons.l23_experts.more.mxfp4 import Stack, Tiles
+from lessons.l23_experts.more.mxfp4_kernels import mxfp4_down_kernel, mxfp4_gate_up_kernel
 from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.kernels.triton_ import tl, triton
 from lessons.toolbox.proof.numerics import assert_same_bits, draw, prove
@@ -33,7 +31,7 @@ def stack(num_experts, rows, columns, seed, low=119, high=124):
     generator = torch.Generator().manual_seed(seed)
     new = dict(dtype=torch.uint8, generator=generator)
     codes = torch.randint(0, 256, (num_experts, rows, columns // 2), **new)
-    exponents = torch.randint(low, high, (num_experts, rows, columns // MXFP4_BLOCK), **new)
+    exponents = torch.randint(low, high, (num_experts, columns // MXFP4_BLOCK, rows), **new)
     bias = draw("normal", (num_experts, rows), dtype=torch.bfloat16, seed=seed)
     return [each.to(DEVICE) for each in (codes, exponents, bias)]
 
@@ -92,51 +90,67 @@ def test_shapes(num_tokens, top_k, num_experts, size, inner, seed, proof):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("rows", list(mxfp4.TILES))
-def test_the_tiles_of_a_gpu(rows, seed, proof):
+@pytest.mark.parametrize("tiles", [mxfp4.FEW, mxfp4.MIDDLE, mxfp4.TALL])
+def test_the_tiles_of_a_gpu(tiles, seed, proof):
     inputs = problem(random_routes(20, 2, 2), 2, 160, 96, seed)
-    tiles = mxfp4.TILES[rows]
     record(proof, prove(lambda *a: small(*a, tiles=tiles), naive, inputs))
+
+
+def test_tiles_are_as_tall_as_an_expert_has_rows():
+    x = torch.empty(1, 32)
+    assert [mxfp4.tiles_for(x, rows).block_m for rows in (0.5, 8, 9, 32, 33, 4096)] == [
+        16, 16, 64, 64, 128, 128,
+    ]  # fmt: skip
 
 
 def test_a_block_of_nan_makes_its_outputs_nan(seed, proof):
     """Exponent 255, in gate's, up's and down's rows: other rows and other experts stay numbers."""
     x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
-    stacks[4][3, 7, 0] = 255
+    stacks[4][3, 0, 7] = 255
     record(proof, prove(small, naive, (x, weights, chosen, *stacks)))
-    stacks[1][1, 2, 1] = 255
-    out = small(x, weights, chosen, *stacks)
     uses = (chosen == 1).any(1)
-    assert out[uses].isnan().all() and not out[~uses][:, :7].isnan().any()
+    for row in (2, 3):  # gate's, then up's
+        exponents = stacks[1].clone()
+        exponents[1, 1, row] = 255
+        out = small(x, weights, chosen, stacks[0], exponents, *stacks[2:])
+        assert out[uses].isnan().all() and not out[~uses][:, :7].isnan().any()
 
 
 @triton.jit
-def scaled_kernel(codes_ptr, exponents_ptr, out_ptr, SCALED: tl.constexpr):
-    at = tl.arange(0, 16)[:, None] * 256 + tl.arange(0, 256)[None, :]
-    w = SCALED(tl.load(codes_ptr + at), tl.load(exponents_ptr + at))
-    tl.store(out_ptr + at, w)
+def numbers_kernel(words_ptr, exponents_ptr, out_ptr, UNPACKED: tl.constexpr, POWER: tl.constexpr):
+    row = tl.arange(0, 256)[:, None, None]
+    tiny = UNPACKED(tl.load(words_ptr + row * 4 + tl.arange(0, 4)[None, None, :]))
+    w = tiny * tl.full((1, 1, 1), 2.0**126, tl.bfloat16) * POWER(tl.load(exponents_ptr + row))
+    tl.store(out_ptr + row * 32 + tl.arange(0, 32)[None, None, :], w)
 
 
-def every_number(scaled):
-    """What `scaled` makes of each code with each exponent: [16, 256] float64."""
-    codes = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 256).contiguous().to(DEVICE)
-    exponents = torch.arange(256, dtype=torch.uint8).expand(16, 256).contiguous().to(DEVICE)
-    out = torch.empty(16, 256, dtype=torch.bfloat16, device=DEVICE)
-    scaled_kernel[(1,)](codes, exponents, out, SCALED=scaled, num_warps=4)
-    return out.cpu().double()
+def every_number(module):
+    """What the module makes of 32 codes, all 16 among them, with each exponent, in the order of
+    columns: [256, 32] float64.
+    """
+    codes = torch.arange(32, dtype=torch.uint8) * 7 % 16
+    words = (codes[0::2] | codes[1::2] << 4).view(torch.int32).expand(256, 4).contiguous()
+    exponents = torch.arange(256, dtype=torch.uint8)
+    out = torch.empty(256, 32, dtype=torch.bfloat16, device=DEVICE)
+    numbers_kernel[(1,)](
+        words.to(DEVICE), exponents.to(DEVICE), out,
+        UNPACKED=module.unpacked, POWER=module.power_of_two, num_warps=4,
+    )  # fmt: skip
+    order = mxfp4_kernels.interleaved(torch.arange(32)[None])[0]
+    return torch.empty(256, 32, dtype=torch.float64).index_copy_(1, order, out.cpu().double())
 
 
 def test_every_code_with_every_exponent(tmp_path):
     """All 16 · 256 pairs are what lesson 18 says, rounded to bfloat16 where it does not hold
     them.
     """
-    found = every_number(mxfp4.scaled)
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)[:, None]
-    exact = values * 2.0 ** (torch.arange(255, dtype=torch.float64) - 127)
-    assert torch.equal(found[:, :255], exact.bfloat16().double())
-    assert found[:, 255].isnan().all()
+    found = every_number(mxfp4_kernels)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)[torch.arange(32) * 7 % 16]
+    exact = values * 2.0 ** (torch.arange(255, dtype=torch.float64)[:, None] - 127)
+    assert torch.equal(found[:255], exact.bfloat16().double())
+    assert found[255].isnan().all()
     bug = "tl.where(exponent == 255, 0x7FC0, bits)", "bits"
-    assert not every_number(with_bug(mxfp4, tmp_path, *bug).scaled)[:, 255].isnan().all()
+    assert not every_number(with_bug(mxfp4_kernels, tmp_path, *bug))[255].isnan().all()
 
 
 def test_experts_of_other_ranks_add_nothing(seed, proof):
@@ -157,6 +171,13 @@ def test_nothing_is_written_beside_the_results(seed):
     assert len(checks) == 5 and out.isfinite().all()
 
 
+def test_nothing_beside_the_operands_is_read(seed):
+    """Nor where a tile has more rows or columns than are left."""
+    tiles = Tiles(16, 64, 64, num_warps=4, num_stages=2)
+    with in_bounds():
+        small(*problem(routes(UNEVEN), 4, 160, 96, seed), tiles=tiles)
+
+
 def test_no_tokens(seed):
     x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
     assert small(x[:0], weights[:0], chosen[:0], *stacks).shape == (0, 96)
@@ -164,7 +185,7 @@ def test_no_tokens(seed):
 
 def test_a_stack_is_the_matrices_of_its_experts(seed):
     codes, exponents, bias = stack(3, 8, 64, seed)
-    weights = [Mxfp4Weight(codes[e], exponents[e]) for e in range(3)]
+    weights = [Mxfp4Weight(codes[e], exponents[e].T.contiguous()) for e in range(3)]
     for part, expected in zip(mxfp4.stack_of(weights, bias), (codes, exponents, bias)):
         assert_same_bits(part, expected)
 
@@ -188,19 +209,41 @@ def test_bad_operands_are_refused_in_one_line(seed):
 # ---------------------------------------------------------------- planted bugs
 
 BUGS = {
-    "the sign is lost": ("(code & 8) << 12 | (code & 7) << 6", "(code & 7) << 6"),
-    "the mantissa is lost": ("(code & 7) << 6", "(code & 6) << 6"),
+    "the sign is lost": ("a = (words << 12) & 0x80008000 |", "a ="),
+    "the sign of the last pair is lost": ("d = words & 0x80008000 |", "d ="),
+    "the mantissa is lost": ("(words << 2) & 0x01C001C0", "(words << 2) & 0x01800180"),
+    "a shift of one too many": ("(words >> 6)", "(words >> 7)"),
     "the wrong power": ("2.0**126", "2.0**125"),
     "halves change places": (
-        "scaled(codes & 15, exponent), scaled(codes >> 4, exponent)",
-        "scaled(codes >> 4, exponent), scaled(codes & 15, exponent)",
+        "(pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16)",
+        "(pairs >> 16).to(tl.uint16), (pairs & 0xFFFF).to(tl.uint16)",
     ),
-    "one exponent for two blocks": ("byte // 16", "byte // 32"),
-    "one exponent for half a block": ("byte // 16", "byte // 8"),
-    "exponents of another row": ("row[:, None] * (size // 32)", "row[:, None] * (size // 16)"),
-    "the tail is dropped": ("is_byte = is_n & (byte < size // 2)", "is_byte = is_n & (byte < 16)"),
+    "pairs change places": (
+        "tl.join(tl.join(a, c), tl.join(b, d))",
+        "tl.join(tl.join(a, b), tl.join(c, d))",
+    ),
+    "x in its own order": (", 2, 4).transpose(2, 3)", ", 2, 4)"),
+    "h in its own order": ("(0, 1, 3, 2))  # as `interleaved`", "(0, 1, 2, 3))"),
+    "one exponent for two blocks": (
+        "block = start // 32 + tl.arange(0, BLOCK_K // 32)[:, None]",
+        "block = start // 32 + tl.arange(0, BLOCK_K // 32)[:, None] // 2",
+    ),
+    "exponents of the step before": ("        exponents = ahead\n", ""),
+    "exponents of this step again": (
+        "exponent_column, start + BLOCK_K,",
+        "exponent_column, start,",
+    ),
+    "exponents of another column": ("block * outputs,", "block * (outputs + 1),"),
+    "exponents of another expert": (
+        "expert * outputs * (size // 32)",
+        "expert * outputs * (size // 16)",
+    ),
+    "the tail is dropped": (
+        "is_block = is_n[:, None, None] & (block < size // 32)",
+        "is_block = is_n[:, None, None] & (block < 1)",
+    ),
     "a step of columns is dropped": ("range(0, size, BLOCK_K)", "range(BLOCK_K, size, BLOCK_K)"),
-    "no bias": ("return acc + tl.load(bias_ptr + row", "return acc + 0 * tl.load(bias_ptr + row"),
+    "no bias": ("return tl.trans(acc) + tl.load(", "return tl.trans(acc) + 0 * tl.load("),
     "one expert's bias for all": ("tl.load(bias_ptr + row", "tl.load(bias_ptr + n"),
     "gate and up change places": ("gate, up = tl.split", "up, gate = tl.split"),
     "gate's half after up's": (
@@ -212,8 +255,7 @@ BUGS = {
     "gate is not clamped": ("gate = tl.minimum(gate, LIMIT", "gate = tl.minimum(gate, 1e9"),
     "up is not clamped below": ("up = tl.maximum(up, -LIMIT", "up = tl.maximum(up, -1e9"),
     "up is not clamped above": ("up = tl.minimum(up, LIMIT", "up = tl.minimum(up, 1e9"),
-    "one expert's rows for all": ("row = expert * (2 * inner) + n", "row = n + 0 * expert"),
-    "one expert's rows of down for all": ("row = expert * size + n", "row = n + 0 * expert"),
+    "one expert's rows for all": ("row = expert * outputs + n", "row = n + 0 * expert"),
     "the pair's row of x, not its token's": (
         "pair // TOP_K * stride_x",
         "pair % (num_pairs // TOP_K) * stride_x",
@@ -225,10 +267,10 @@ BUGS = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
-    buggy = with_bug(mxfp4, tmp_path, *BUGS[bug])
-    for name in KERNELS:
+    buggy = with_bug(mxfp4_kernels, tmp_path, *BUGS[bug])
+    for name in (*KERNELS, "interleaved"):
         monkeypatch.setattr(mxfp4, name, getattr(buggy, name))
     x, weights, chosen, *stacks = problem(routes(UNEVEN * 3), 4, seed=3)
-    stacks[4][3, 7, 0] = 255
+    stacks[4][3, 0, 7] = 255
     with in_bounds(), pytest.raises(Exception, match=CAUGHT):
-        prove(small, naive, (x * 3, weights, chosen, *stacks))
+        prove(partial(small, tiles=LONGER), naive, (x * 3, weights, chosen, *stacks))

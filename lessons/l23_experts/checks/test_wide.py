@@ -108,6 +108,12 @@ def test_nothing_is_written_beside_the_results(seed):
     assert len(checks) == 5 and out.isfinite().all()
 
 
+def test_nothing_beside_the_operands_is_read(seed):
+    x, weights, chosen, *stacks = problem(many(60), 4, seed=seed)
+    with in_bounds():
+        small(x, weights, chosen, *(stack.contiguous() for stack in stacks))
+
+
 def test_no_tokens(seed):
     x, weights, chosen, *stacks = problem(routes(UNEVEN), 4, seed=seed)
     assert wide.experts(x[:0], weights[:0], chosen[:0], *stacks).shape == (0, 40)

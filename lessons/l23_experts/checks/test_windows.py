@@ -24,13 +24,16 @@ from lessons.l23_experts.ranks.windows_kernels import (
     dispatch_kernel,
 )
 from lessons.l23_experts.ranks.wire import Float8, Plain
-from lessons.toolbox.measure.device import has_gpu, interpreting
+from lessons.toolbox.kernels.bounds import in_bounds
+from lessons.toolbox.kernels.triton_ import tl, triton
+from lessons.toolbox.measure.device import default_device, has_gpu, interpreting
 from lessons.toolbox.proof.numerics import assert_close_to_oracle, assert_same_bits
 from lessons.toolbox.proof.planted import with_bug
 
 SLOTS, STEPS, DELAY_S = 6, 4, 0.05
 ON_GPU = has_gpu() and not interpreting()  # then kernels need memory of several GPUs
 WRITERS = ("python",) if ON_GPU else ("python", "kernels")
+DEVICE = default_device()
 PROGRAMS, WORDS = 3, 4  # of the kernels here, so that each program has several rows in blocks
 FORMS = {"16 bits": Plain(), "FP8": Float8()}
 
@@ -108,6 +111,39 @@ def test_written_slots_are_those_of_an_all_to_all(size, seed, proof):
         pytest.skip("NOT RUN: the kernels need windows of several GPUs")
     proof.record(dispatch_kernel, errors)
     proof.record(combine_kernel, errors)
+
+
+@triton.jit
+def row_kernel(source_ptr, targets, words, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    windows_kernels.copy_row(source_ptr, targets, 1, 2, words, SIZE, BLOCK)
+
+
+@pytest.mark.parametrize("words", [1, 6, 8])
+def test_a_row_is_copied_and_nothing_beside_it(words):
+    """To the second of three ranks, from place 2 on, in blocks of 4."""
+    source = torch.arange(1, words + 1, dtype=torch.int32, device=DEVICE)
+    targets = torch.zeros(3, 12, dtype=torch.int32, device=DEVICE)
+    with in_bounds():
+        row_kernel[(1,)](source, tuple(targets), words, SIZE=3, BLOCK=4)
+    expected = [0, 0, *range(1, words + 1)] + (10 - words) * [0]
+    assert targets.tolist() == [12 * [0], expected, 12 * [0]]
+
+
+@pytest.mark.skipif(ON_GPU, reason="NOT RUN: needs memory of several GPUs")
+@pytest.mark.parametrize("kind", [windows.Windows, KernelWindows])
+def test_all_slots_of_an_expert_are_full(kind):
+    """The second of three gets every token; what others would send back stays where it is."""
+    written = new_windows(Group.alone(), 3, SLOTS, 24, 24, kind=kind)
+    rows = torch.arange(SLOTS * 24).view(SLOTS, 24).to(torch.uint8)
+    chosen = torch.ones(SLOTS, 1, dtype=torch.int64)
+    written.dispatch(rows, chosen, slots_of(chosen, 3))
+    assert written.own.full.tolist() == [[0, SLOTS, 0]] and torch.equal(
+        written.own.rows[0, 1], rows
+    )
+    written.own.results.fill_(7)
+    written.combine(written.own.rows.flatten(0, 2) + 1)
+    assert torch.equal(written.own.results[1], rows + 1)
+    assert (written.own.results[[0, 2]] == 7).all()
 
 
 BUGS = {

@@ -116,11 +116,11 @@ PROVIDERS = {
 }
 
 
-def benchmark(name: str, title: str, shape: Shape) -> Benchmark:
+def benchmark(name: str, size: str, shape: Shape) -> Benchmark:
     """Tokens on the x axis, one layer's experts on the y axis."""
     return Benchmark(
         name=name,
-        title=title,
+        title=f"{shape.num_experts} {size} experts at once, beside one by one: {{where}}",
         x_name="tokens",
         x_values=TOKENS,
         quick_x_values=[TOKENS[0], TOKENS[5]],
@@ -140,6 +140,6 @@ def benchmark(name: str, title: str, shape: Shape) -> Benchmark:
 
 
 BENCHMARKS = [
-    benchmark("l23_mixtral", f"{MIXTRAL.num_experts} large experts at once: {{where}}", MIXTRAL),
-    benchmark("l23_many_experts", f"{MANY.num_experts} small experts at once: {{where}}", MANY),
+    benchmark("l23_mixtral", "large", MIXTRAL),
+    benchmark("l23_many_experts", "small", MANY),
 ]

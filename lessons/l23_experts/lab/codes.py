@@ -8,16 +8,16 @@ lessons/PROFILING.md. A sample of the programs runs, so the sort runs in PyTorch
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from lessons.l18_weight_quantization.weights import MXFP4_BLOCK, TILE
-from lessons.l23_experts import align, optimized
+from lessons.l23_experts import optimized
+from lessons.l23_experts.lab.sampled import profiled
 from lessons.l23_experts.more import fp8, mxfp4
 from lessons.toolbox.gpu.another_process import call
+from lessons.toolbox.measure.hardware import CHIPS
 
 RECORD = Path(__file__).parents[3] / "results" / "counted" / "l23_codes.json"
 # The format's layer: num_experts, top_k, hidden_size, width of an expert
@@ -39,7 +39,7 @@ def stacks(form: str) -> tuple:
     for rows, columns, parts in ((2 * inner, size, 2), (size, inner, 1)):
         if kind == "mxfp4":
             codes = zeros(rows, columns // 2, dtype=torch.uint8)
-            exponents = zeros(rows, columns // MXFP4_BLOCK, dtype=torch.uint8)
+            exponents = zeros(columns // MXFP4_BLOCK, rows, dtype=torch.uint8)
             found.append(mxfp4.Stack(codes, exponents, zeros(rows, dtype=torch.bfloat16)))
         elif kind == "fp8":
             tiles = parts * -(-rows // parts // TILE), -(-columns // TILE)
@@ -50,16 +50,22 @@ def stacks(form: str) -> tuple:
     return tuple(found)
 
 
-def profiled(run: Callable) -> list:
-    """Profiles of what `run` launches."""
-    from lessons.toolbox.profile.points import profiled_sample
+BITS = {"16 bits": 16, "mxfp4": 4.25, "fp8": 8 + 32 / TILE**2}
 
-    with (
-        mock.patch.object(optimized, "align", align.align),
-        mock.patch.object(mxfp4, "align", align.align),
-        mock.patch.object(fp8, "align", align.align),
-    ):
-        return profiled_sample(run)
+
+def chosen_of(layer: str, num_tokens: int) -> torch.Tensor:
+    """[T, k], the same at each call."""
+    num_experts, top_k, *_ = LAYERS[layer]
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
+    return scores.topk(top_k).indices
+
+
+def floor_s(form: str, num_tokens: int) -> float:
+    """What an H200's memory takes for the weights of the experts that are chosen, alone."""
+    kind, _, layer = form.rpartition(" of ")
+    *_, size, inner = LAYERS[layer]
+    num_bytes = len(chosen_of(layer, num_tokens).unique()) * 3 * size * inner * BITS[kind] / 8
+    return num_bytes / CHIPS["h200"].memory_bytes_per_s
 
 
 def predicted(form: str, num_tokens: int) -> dict:
@@ -67,16 +73,16 @@ def predicted(form: str, num_tokens: int) -> dict:
     from lessons.toolbox.profile.time_model import predict
 
     kind, _, layer = form.rpartition(" of ")
-    num_experts, top_k, size, _ = LAYERS[layer]
-    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
-    x, chosen = torch.zeros(num_tokens, size, dtype=torch.bfloat16), scores.topk(top_k).indices
+    size, chosen = LAYERS[layer][2], chosen_of(layer, num_tokens)
+    x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
     ops = {"mxfp4": mxfp4, "fp8": fp8}.get(kind, optimized)
     kernels = []
-    for profile in profiled(lambda: ops.expert_rows(x, chosen, *stacks(form))):
+    for profile in profiled(lambda: ops.expert_rows(x, chosen, *stacks(form)), ops):
         guess = predict(profile)
         found = {"name": profile.kernel.name, "predicted_s": float(guess.seconds)}
         kernels.append(found | {"limit": guess.limit, **profile.assembled})
-    return {"predicted_s": sum(each["predicted_s"] for each in kernels), "kernels": kernels}
+    seconds = sum(each["predicted_s"] for each in kernels)
+    return {"predicted_s": seconds, "floor_s": floor_s(form, num_tokens), "kernels": kernels}
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """Layers of random experts in FP8, for the tests."""
 
 import torch
+from torch import Tensor
 
 from lessons.l18_weight_quantization.weights import TILE
 from lessons.l23_experts.lab.moe_cases import DEVICE
+from lessons.l23_experts.more import naive_fp8
 from lessons.l23_experts.more.fp8 import Stack
 from lessons.toolbox.proof.numerics import draw
 
@@ -33,3 +35,14 @@ def decoded(values, scales, dtype):
     """What codes mean: [M, K]."""
     spread = scales.to(dtype).repeat_interleave(TILE, 1)[:, : values.shape[1]]
     return values.to(dtype) * spread
+
+
+def assert_rounded(found: tuple[Tensor, Tensor], x: Tensor) -> None:
+    """Codes [M, K] and scales of x: [M, K] as the definition says, bit for bit; a code of NaN is
+    any.
+    """
+    names = ("codes", "scales")
+    for name, got, wanted in zip(names, found, naive_fp8.quantize_groups(x)):
+        got, wanted = got.float(), wanted.float()
+        assert torch.equal(got.isnan(), wanted.isnan()), f"bits of NaN in {name}"
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num()), f"bits of {name}"

@@ -46,8 +46,8 @@ def draw_balance() -> ClassFigure:
     fig, ax = frame(
         f"32 copies of 256 experts: the busiest of {record['ranks']} ranks falls from "
         f"{before:.1f} to {after:.2f} times the mean",
-        f"counted on {balance.STEP} tokens, 8 experts each · random routers · texts: hidden values "
-        "of models/tiny",
+        f"counted on {balance.STEP} tokens, 8 experts each · random routers · r: an expert's place "
+        "in a drawn order · texts: hidden values of models/tiny",
         (10, 5),
     )
     labels = []
@@ -57,6 +57,7 @@ def draw_balance() -> ClassFigure:
         ax.plot(range(len(WAYS)), values, **look)
         labels.append((len(WAYS) - 1, values[-1], label, PALETTE[number]))
     ax.axhline(1, color=ROLES["floor"].colour, ls="--", lw=1.6)
+    ax.text(-0.15, 0.97, "even", color=ROLES["floor"].colour, va="top")
     ax.set_xticks(range(len(WAYS)), WAYS.values())
     ax.set_xlabel("where the experts are")
     ax.set_ylabel("busiest rank / mean (lower is better)")
@@ -107,8 +108,8 @@ LETTERS = {
     "attention": "att.",
     "experts": "exp.",
     "shared": "s",
-    "dispatch": "dispatch",
-    "combine": "combine",
+    "dispatch": "disp.",
+    "combine": "comb.",
 }
 
 
@@ -141,7 +142,7 @@ def draw_halves(num_layers: int = 2, gpus: int = 64, batch: int = large.BATCH) -
         title=f"Two halves in turns: {num_layers} layers are {what}",
         xlabel="µs",
         caption=f"PREDICTED · {large.MODEL.name} on {gpus} H800s, {batch} sequences of "
-        f"{large.CONTEXT} tokens a GPU · p: projections, s: shared expert",
+        f"{large.CONTEXT} tokens a GPU · p: projections, narrow bars: shared expert",
         kinds=[*whole, *halves],
     )
 

@@ -7,15 +7,14 @@ lessons/PROFILING.md. A sample of the programs runs, so the sort runs in PyTorch
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from lessons.l23_experts import align, optimized
+from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.orders import memory_bytes
+from lessons.l23_experts.lab.sampled import profiled
 from lessons.l23_experts.more import wide
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.measure.hardware import CHIPS
@@ -49,24 +48,13 @@ def flops_of(num_tokens: int, layer: str) -> int:
     return 6 * num_tokens * top_k * size * inner
 
 
-def profiled(run: Callable) -> list:
-    """Profiles of the products that `run` launches."""
-    from lessons.toolbox.profile.points import profiled_sample
-
-    with (
-        mock.patch.object(optimized, "align", align.align),
-        mock.patch.object(wide, "align", align.align),
-    ):
-        return profiled_sample(run)
-
-
 def predicted(way: str, layer: str, num_tokens: int) -> dict:
     """What the record holds of one way. To be called where kernels are compiled."""
     from lessons.toolbox.profile.time_model import predict
 
     inputs = inputs_of(num_tokens, layer)
     found = {}
-    for profile in profiled(lambda: WAYS[way].expert_rows(*inputs)):
+    for profile in profiled(lambda: WAYS[way].expert_rows(*inputs), WAYS[way]):
         guess = predict(profile)
         found[profile.kernel.name] = {
             "predicted_s": float(guess.seconds),

@@ -6,7 +6,7 @@ generations, and tests assert.
 
 from dataclasses import replace
 
-from lessons.l23_experts.more import fp8, mxfp4, wide
+from lessons.l23_experts.more import fp8, mxfp4, mxfp4_kernels, wide
 from lessons.l23_experts.optimized import ALIGN_BLOCK, PLAIN, SUM_BLOCK, SUM_WARPS, TILES, Tiles
 from lessons.l23_experts.ranks import windows_kernels
 from lessons.toolbox.kernels.compile_check import CHIPS, KernelSpec
@@ -82,11 +82,12 @@ def mxfp4_spec(kernel: str, tiles: mxfp4.Tiles) -> KernelSpec:
         own = {"LIMIT": mxfp4.SWIGLU_LIMIT, "ALPHA": mxfp4.SWIGLU_ALPHA, "TOP_K": 4}
         counts.append("stride_x")
     return KernelSpec(
-        f"{mxfp4.__name__}:mxfp4_{kernel}_kernel",
+        f"{mxfp4_kernels.__name__}:mxfp4_{kernel}_kernel",
         name=f"mxfp4_{kernel}_m{tiles.block_m}",
         signature={
             **dict.fromkeys(pointers, "*bf16"),
-            **dict.fromkeys(("codes_ptr", "exponents_ptr"), "*u8"),
+            "words_ptr": "*i32",
+            "exponents_ptr": "*u8",
             **dict.fromkeys(("pairs_ptr", "experts_ptr"), "*i32"),
             **dict.fromkeys(("num_pairs", *counts), "i32"),
         },
@@ -99,7 +100,7 @@ def mxfp4_spec(kernel: str, tiles: mxfp4.Tiles) -> KernelSpec:
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         divisible_by_16=tuple(counts),
-        chips=WITH_MATRIX_UNITS,
+        chips=(90, 100) if tiles is mxfp4.TALL else WITH_MATRIX_UNITS,
     )
 
 
@@ -237,7 +238,7 @@ KERNELS = [
     *(
         mxfp4_spec(kernel, tiles)
         for kernel in ("gate_up", "down")
-        for tiles in mxfp4.TILES.values()
+        for tiles in (mxfp4.FEW, mxfp4.MIDDLE, mxfp4.TALL)
     ),
     *(fp8_spec(kernel, tiles) for kernel in ("gate_up", "down") for tiles in fp8.TILES.values()),
     FP8_ROUNDING,

@@ -86,9 +86,9 @@ def quantize_groups_kernel(
 
 
 @triton.jit
-def load_scales(scales_ptr, tile_row, stride, step, is_used):
-    """The matrix's scales of a step for outputs in these rows of tiles: [1, BLOCK_N]."""
-    return tl.load(scales_ptr + tile_row[None, :] * stride + step, mask=is_used[None, :], other=0.0)
+def load_scales(scales_ptr, row, is_row, steps, step):
+    """A step's scales of rows: [BLOCK_M], one for each 128 of a row's numbers."""
+    return tl.load(scales_ptr + row * steps + step, mask=is_row & (step < steps), other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -115,27 +115,30 @@ def fp8_gate_up_kernel(
     if expert < 0:
         return
     steps, tiles_n = tl.cdiv(size, TILE), tl.cdiv(inner, TILE)
-    x_row, x_scale = x_ptr + pair // TOP_K * size, x_scales_ptr + pair // TOP_K * steps
+    x_row = x_ptr + pair // TOP_K * size
+    row, is_scale = tl.reshape(pair // TOP_K, (BLOCK_M,)), tl.reshape(is_row, (BLOCK_M,))
     first = tl.program_id(1) * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
     gate_ptr = weight_ptr + expert * (2 * inner) * size
     up_ptr = gate_ptr + tl.cast(inner, tl.int64) * size
-    gate_scales = scales_ptr + expert * (2 * tiles_n) * steps
+    tl.static_assert(TILE % BLOCK_N == 0, "a program's outputs are in one row of tiles")
+    gate_scales = scales_ptr + (expert * (2 * tiles_n) + first // TILE) * steps
     k = tl.arange(0, TILE)[None, :]
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    of_x = load_scales(x_scales_ptr, row, is_scale, steps, 0)
     for step in range(0, steps):
+        ahead = load_scales(x_scales_ptr, row, is_scale, steps, step + 1)
         start = step * TILE
         x = tl.load(x_row + start + k, mask=is_row & (start + k < size), other=0.0)
-        of_x = tl.load(x_scale + step, mask=is_row, other=0.0)
         w = load_tile(gate_ptr, first, inner, size, start, size, BLOCK_N, TILE)
-        scale = load_scales(gate_scales, n // TILE, steps, step, n < inner)
-        gate += tl.dot(x, tl.trans(w)) * (of_x * scale)  # from zero: a step's own sum
+        scale = of_x * tl.load(gate_scales + step)
+        gate += tl.dot(x, tl.trans(w)) * scale[:, None]  # from zero: a step's own sum
         w = load_tile(up_ptr, first, inner, size, start, size, BLOCK_N, TILE)
-        scale = load_scales(gate_scales, tiles_n + n // TILE, steps, step, n < inner)
-        up += tl.dot(x, tl.trans(w)) * (of_x * scale)
+        scale = of_x * tl.load(gate_scales + tiles_n * steps + step)
+        up += tl.dot(x, tl.trans(w)) * scale[:, None]
+        of_x = ahead
     h = gate * tl.sigmoid(gate) * up
-    n = n[None, :]
+    n = first + tl.arange(0, BLOCK_N)[None, :]
     tl.store(h_ptr + pair * inner + n, h.to(h_ptr.dtype.element_ty), mask=is_row & (n < inner))
 
 
@@ -162,21 +165,24 @@ def fp8_down_kernel(
     if expert < 0:
         return
     steps = tl.cdiv(inner, TILE)
-    h_row, h_scale = h_ptr + pair * inner, h_scales_ptr + pair * steps
+    h_row = h_ptr + pair * inner
+    row, is_scale = tl.reshape(pair, (BLOCK_M,)), tl.reshape(is_row, (BLOCK_M,))
     first = tl.program_id(1) * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
     down_ptr = weight_ptr + expert * size * inner
-    down_scales = scales_ptr + expert * tl.cdiv(size, TILE) * steps
+    tl.static_assert(TILE % BLOCK_N == 0, "as in fp8_gate_up_kernel")
+    down_scales = scales_ptr + (expert * tl.cdiv(size, TILE) + first // TILE) * steps
     k = tl.arange(0, TILE)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    of_h = load_scales(h_scales_ptr, row, is_scale, steps, 0)
     for step in range(0, steps):
+        ahead = load_scales(h_scales_ptr, row, is_scale, steps, step + 1)
         start = step * TILE
         h = tl.load(h_row + start + k, mask=is_row & (start + k < inner), other=0.0)
-        of_h = tl.load(h_scale + step, mask=is_row, other=0.0)
         w = load_tile(down_ptr, first, size, inner, start, inner, BLOCK_N, TILE)
-        scale = load_scales(down_scales, n // TILE, steps, step, n < size)
-        acc += tl.dot(h, tl.trans(w)) * (of_h * scale)
-    n = n[None, :]
+        scale = of_h * tl.load(down_scales + step)
+        acc += tl.dot(h, tl.trans(w)) * scale[:, None]
+        of_h = ahead
+    n = first + tl.arange(0, BLOCK_N)[None, :]
     tl.store(y_ptr + pair * size + n, acc.to(y_ptr.dtype.element_ty), mask=is_row & (n < size))
 
 

@@ -17,8 +17,9 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = x.shape[1]
     groups = pad(x.float(), (0, -size % TILE)).unflatten(1, (-1, TILE))
+    # NaN is no magnitude, unless a group holds nothing else
     scales = groups.abs().nan_to_num(0, posinf=torch.inf).amax(-1) / LARGEST
-    scales = torch.where(scales == 0, 1, scales)
+    scales = torch.where(scales == 0, 1, scales).masked_fill(groups.isnan().all(-1), torch.nan)
     values = (groups / scales[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(1)[:, :size].contiguous(), scales
 

@@ -23,5 +23,5 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Stack, down: St
 
 def product(x: Tensor, stack: Stack, expert: int) -> Tensor:
     """x · Wᵀ + bias of one expert: [T, K] -> [T, N] in x's dtype."""
-    matrix = Mxfp4Weight(stack.codes[expert], stack.exponents[expert]).dequantize()
+    matrix = Mxfp4Weight(stack.codes[expert], stack.exponents[expert].T).dequantize()
     return x @ matrix.to(x.dtype).T + stack.bias[expert].to(x.dtype)

@@ -1,10 +1,11 @@
 """Many rows for each expert: tiles of 192 rows and 256 columns, in an order that reuses L2.
 
 In prefill an expert multiplies hundreds of rows, and the matrix units decide, if they are fed. They
-are fed from L2: a tile of M rows and N columns takes M + N numbers from there for M · N products.
-At 6.5 TB/s, the rate of lessons/PROFILING.md, an H200's matrix units can be busy for
+are fed from L2: a tile of M rows and N columns takes M + N numbers of 16 bits from there for M · N
+products, two operations each. At 6.5 TB/s, the rate of lessons/PROFILING.md, an H200's matrix units
+can be busy for
 
-    128 × 128   64 products a byte, 42 %        128 × 256   85, 56 %        192 × 256   110, 72 %
+    128 × 128   64 operations a byte, 42 %      128 × 256   85, 56 %        192 × 256   110, 72 %
 
 of the time. A larger tile's sums do not fit into an SM's registers: 192 · 256 take three quarters
 of them. So a program holds three sums of 64 rows, a row block of Hopper's matrix instruction, and

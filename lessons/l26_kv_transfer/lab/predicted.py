@@ -5,6 +5,9 @@
 writes results/counted/l26_gather.json. The kernels' times are those of the toolbox's time model: it
 runs their compiled code for a sample of the programs (lessons/PROFILING.md). Small copies are bound
 by what issuing one takes, which is lesson 7's assumption. Nothing is timed.
+
+`floor_s` reads and writes all bytes in memory. What half of the L2 cache holds is written later, so
+16 blocks are predicted below that.
 """
 
 import json

@@ -111,5 +111,5 @@ def test_a_planted_bug_of_the_convolutions_step_is_found(bug, seed, tmp_path):
     wrong = with_bug(convolution, tmp_path, *STEPS[bug])
     x, weight, states, slots, *_ = conv_inputs([1, 1, 1], 5, 4, seed=seed)
     with pytest.raises(NotEquivalent):
-        given = (x, weight, states.nan_to_num(3.0), slots)
+        given = (x, weight, states.nan_to_num_(3.0), slots)
         prove(wrong.conv_step, conv_by_heads, given, mutates=(2,))

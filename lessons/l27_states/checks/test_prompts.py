@@ -16,6 +16,7 @@ from lessons.l27_states.lab.testing import (
     starts,
 )
 from lessons.l27_states.naive import decayed_linear_attention, gated_delta_rule
+from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.proof.numerics import assert_same_bits, poisoned, prove
 
 BF16 = torch.bfloat16
@@ -69,6 +70,14 @@ def test_packed_prompts(shape, dtype, seed, proof):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_prompts_of_hard_inputs(kind, seed, proof):
     recorded(proof, proved(([33, 20], 1, 16, 16, 32), kind=kind, seed=seed))
+
+
+def test_prompts_stay_within_their_tensors(seed):
+    *tensors, beta, states, slots, starts_, has_state = prompt_inputs([17, 0, 3], 2, 20, 24)
+    rest = states, slots, starts_, has_state
+    with in_bounds():
+        prompts.gated_delta_prompts(*tensors, beta, *rest, chunk=16)
+        prompts.decayed_prompts(*tensors, *rest, chunk=16)
 
 
 def test_a_prompt_in_any_company_has_the_same_bits(seed):

@@ -10,7 +10,8 @@ from torch.nn.functional import normalize
 
 from lessons.l27_states import naive
 from lessons.toolbox.measure.device import default_device
-from lessons.toolbox.proof.numerics import poison_
+from lessons.toolbox.proof.inputs import apart
+from lessons.toolbox.proof.numerics import poison_, poisoned
 
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
 KINDS = ("normal", "same key", "forgets", "keeps", "large values")
@@ -28,9 +29,9 @@ def inputs(
     """q, k: [T, H, Dk], v: [T, H, Dv], log_decay, beta: [T, H] as such layers compute them: keys
     and queries of length 1, betas between 0 and 1.
 
-    kind: "normal"; "same key" (all keys are equal and beta is 1: a product of many large terms
-    would overflow); "forgets" (now and then a decay of exp(−3000), and hardly any between); "keeps"
-    (no decay); "large values" (a thousand times as large).
+    They are `apart`. kind: "normal"; "same key" (all keys are equal and beta is 1: a product of
+    many large terms would overflow); "forgets" (now and then a decay of exp(−3000), and hardly any
+    between); "keeps" (no decay); "large values" (a thousand times as large).
     """
     drawn = torch.Generator().manual_seed(seed)
 
@@ -51,13 +52,21 @@ def inputs(
         log_decay = torch.zeros_like(log_decay)
     elif kind == "large values":
         v = 1000 * v
-    return [x.to(DEVICE, dtype) for x in (q, k, v)] + [log_decay.to(DEVICE), beta.to(DEVICE)]
+    of_tokens = (x.to(DEVICE, dtype) for x in (q, k, v))
+    return [*apart(*of_tokens, log_decay.to(DEVICE), beta.to(DEVICE))]
 
 
 def new_states(slots: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> Tensor:
     """[slots, H, Dk, Dv] float32, random."""
     drawn = torch.Generator().manual_seed(seed + 1000)
     return torch.randn(slots, heads, key_dim, value_dim, generator=drawn).to(DEVICE)
+
+
+def in_pool(states: Tensor) -> Tensor:
+    """The same slots, each [...] dense, as every second one of a pool whose others are poison."""
+    pool = poisoned((2 * len(states), *states.shape[1:]), states.dtype, states.device)
+    pool[::2] = states
+    return pool[::2]
 
 
 def on_device(values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -116,7 +125,7 @@ def conv_by_heads(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
 def step_inputs(batch, heads, key_dim, value_dim, dtype=torch.float32, kind="normal", seed=0):
     """The tensors of a step, its states, and slots in no order, of which the second is no slot."""
     tensors = inputs(batch, heads, key_dim, value_dim, dtype, kind, seed)
-    states = new_states(batch + 2, heads, key_dim, value_dim, seed)
+    states = in_pool(new_states(batch + 2, heads, key_dim, value_dim, seed))
     slots = torch.randperm(batch + 2)[:batch]
     unused = [s for s in range(batch + 2) if s not in slots[[b != 1 for b in range(batch)]]]
     if batch > 1:
@@ -129,7 +138,7 @@ def prompt_inputs(lengths, heads, key_dim, value_dim, dtype=torch.float32, kind=
     """Every second prompt begins without a state, and its slot holds poison."""
     count = len(lengths)
     tensors = inputs(sum(lengths), heads, key_dim, value_dim, dtype, kind, seed)
-    states = new_states(count + 2, heads, key_dim, value_dim, seed)
+    states = in_pool(new_states(count + 2, heads, key_dim, value_dim, seed))
     slots = torch.randperm(count + 2)
     has_state = torch.tensor([b % 2 == 0 for b in range(count)])
     for slot in (*slots[count:], *slots[:count][~has_state]):
@@ -147,5 +156,12 @@ def conv_inputs(lengths, channels, width, dtype=torch.float32, seed=0):
     has_state = torch.tensor([b % 2 == 0 for b in range(count)])
     for slot in (*slots[count:], *slots[:count][~has_state]):
         poison_(states[slot])
-    tensors = [each.to(DEVICE, dtype) for each in (x, weight, states)]
-    return [*tensors, slots[:count].to(DEVICE), starts(lengths), has_state.to(DEVICE)]
+    x, weight, states = (each.to(DEVICE, dtype) for each in (x, weight, states))
+    return [
+        *apart(x),
+        weight,
+        in_pool(states),
+        slots[:count].to(DEVICE),
+        starts(lengths),
+        has_state.to(DEVICE),
+    ]

@@ -7,7 +7,7 @@ from lessons.toolbox.proof.compiled import Bounds, of_16_bits
 
 BOUNDS = {
     "products of the indexer": Bounds("index", matrix=of_16_bits),
-    "the top k has no products": Bounds("top_k", registers=64, matrix=False),
+    "the top k has no products": Bounds("top_k", registers=128, matrix=False),
     "products of the attention": Bounds("sparse_mla", matrix=of_16_bits),
 }
 

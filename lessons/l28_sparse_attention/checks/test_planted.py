@@ -14,6 +14,7 @@ from lessons.l28_sparse_attention.lab.testing import (
     paged,
     some_keys,
 )
+from lessons.toolbox.kernels.bounds import in_bounds
 from lessons.toolbox.proof.numerics import NotEquivalent, prove
 from lessons.toolbox.proof.planted import with_bug
 
@@ -58,22 +59,65 @@ TOP_K_BUGS = {
     "three of four passes": ("tl.static_range(4)", "tl.static_range(3)"),
     "the bits before are not compared": ("mask=same & (order != 0)", "mask=order != 0"),
     "one too many above": ("(above < wanted)", "(above <= wanted)"),
-    "ties from the right": ("(before < ties)", "(before >= tl.sum(is_equal) - ties)"),
-    "all ties": ("& (before < ties)", ""),
-    "ties of each tile": ("seen += tl.sum(is_equal)", "seen += 0"),
-    "every tile writes to the front": ("taken += tl.sum(flag)", "taken = tl.sum(flag)"),
+    "the next tile is this one": ("tl.where(start + BLOCK < length, start + BLOCK, 0)", "start"),
+    "a pass begins where the last one ended": (
+        "tl.where(start + BLOCK < length, start + BLOCK, 0)",
+        "tl.minimum(start + BLOCK, length - 1)",
+    ),
+    "ties that are not taken leave a place": ("tl.minimum(equal_before, ties)", "equal_before"),
+    "ties of each tile": ("equal += both >> 16", "equal += 0"),
+    "every tile writes to the front": ("above += both & 0xFFFF", "above = both & 0xFFFF"),
+    "those above are counted with the equal ones": ("(before & 0xFFFF)", "before"),
     "the rest is not filled": ("(place >= taken) & (place < k)", "(place > taken) & (place < k)"),
 }
 
 
 @pytest.mark.parametrize("bug", TOP_K_BUGS)
 def test_a_planted_bug_of_the_top_k_is_found(bug, seed, tmp_path):
+    """A wrong count may write before its row, so that is stopped where it leaves the tensor."""
     wrong = with_bug(selecting, tmp_path, *TOP_K_BUGS[bug])
     wrong.BLOCK = 32
     scores = torch.stack(list(hard_rows(100).values()))
-    with pytest.raises(NotEquivalent):
+    with in_bounds(), pytest.raises(Exception) as found:
         prove(wrong.top_k, naive.top_k, [scores, 40])
         prove(wrong.top_k, naive.top_k, [scores, 120])
+    assert isinstance(found.value, NotEquivalent) or "out of bounds" in str(found.value)
+
+
+STORE = "tl.store(out_row + place, start + step, "
+COUNT = "tl.atomic_add(out_row + place, 1, "
+
+
+def stores_of(module, tmp_path, scores, k):
+    """How often each place of a list is stored to, -1 where nothing is chosen: [T, k]."""
+    counting = with_bug(module, tmp_path, STORE, COUNT)
+    zeroed = with_bug(counting, tmp_path, "torch.empty(rows", "torch.zeros(rows")
+    zeroed.BLOCK = 32
+    return zeroed.top_k(scores, k)
+
+
+def test_each_place_is_stored_once(seed, tmp_path):
+    """A key that is not chosen, stored where another one belongs, would be a race: the interpreter
+    and the lists that it makes do not show it.
+    """
+    scores = torch.stack(list(hard_rows(100).values()))
+    for k in (40, 120):
+        want = torch.where(naive.top_k(scores, k) < 0, -1, 1)
+        assert torch.equal(stores_of(selecting, tmp_path, scores, k), want.int())
+
+
+RACES = {
+    "all ties": ("& (equal_before < ties)", ""),
+    "one tie too many": ("(equal_before < ties)", "(equal_before <= ties)"),
+}
+
+
+@pytest.mark.parametrize("bug", RACES)
+def test_a_planted_race_of_the_top_k_is_found(bug, seed, tmp_path):
+    wrong = with_bug(selecting, tmp_path, *RACES[bug])
+    scores = torch.stack(list(hard_rows(100).values()))
+    with in_bounds():
+        assert (stores_of(wrong, tmp_path, scores, 40) > 1).any()
 
 
 SPARSE_BUGS = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from lessons.l06_mla.optimized import Tiles
 from lessons.l19_kv_quantization.formats import FORMATS
 from lessons.toolbox.measure.device import default_device
+from lessons.toolbox.proof.inputs import apart
 from lessons.toolbox.proof.numerics import poison_
 
 DEVICE = default_device()  # without a GPU the kernels run in Triton's interpreter
@@ -43,7 +44,7 @@ def paged(
     new: list[int] | None = None,
 ) -> Paged:
     """Random sequences of these lengths, the last `new` tokens of each as queries (default: one).
-    Blocks are given out in a random order, and one block is no sequence's.
+    Blocks are given out in a random order, and one block is no sequence's. Tensors are `apart`.
     """
     counts = [-(-n // block_size) for n in lengths]
     num_blocks = sum(counts) + 1
@@ -66,13 +67,22 @@ def paged(
     sequences = torch.tensor([b for b, n in enumerate(new) for _ in range(n)]).int().to(DEVICE)
     positions = [lengths[b] - n + i for b, n in enumerate(new) for i in range(n)]
     tokens = len(positions)
-    return Paged(
+    q, latents, q_index, weights, keys, table, *coded = apart(
         torch.randn(tokens, heads, rank + rope, dtype=dtype, device=DEVICE),
         latents,
         torch.randn(tokens, index_heads, index_dim, dtype=dtype, device=DEVICE),
         torch.randn(tokens, index_heads, device=DEVICE),
         keys,
-        scales,
+        table,
+        *([scales] if fp8 else []),
+    )
+    return Paged(
+        q,
+        latents,
+        q_index,
+        weights,
+        keys,
+        coded[0] if fp8 else None,
         table,
         sequences,
         torch.tensor(positions, dtype=torch.int32, device=DEVICE),
@@ -87,7 +97,7 @@ def some_keys(case: Paged, k: int) -> Tensor:
     for t, position in enumerate(case.positions.tolist()):
         own = torch.randperm(position + 1)[:k].sort().values
         indices[t, : len(own)] = own
-    return indices
+    return apart(indices)[0]
 
 
 def hard_rows(width: int) -> dict[str, Tensor]:

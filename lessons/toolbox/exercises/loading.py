@@ -135,9 +135,12 @@ def named(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a kernel raised, which Triton's interpreter wraps; else the exception itself."""
-    wrapped = type(error).__name__ == "InterpreterError"
-    return (error.__cause__ or error) if wrapped else error
+    """What a kernel raised, which Triton's interpreter wraps once for each function on its way;
+    else the exception itself.
+    """
+    while type(error).__name__ == "InterpreterError" and error.__cause__:
+        error = error.__cause__
+    return error
 
 
 def frames_in(error: BaseException, path: Path) -> list[tuple[types.FrameType, int]]:

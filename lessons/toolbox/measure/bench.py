@@ -54,9 +54,10 @@ class Benchmark:
 
     title: the message; may quote {speedup} (first naive over first optimized at the largest x that
         both ran), {x} (that x), {naive_growth}, {optimized_growth} (time at that x over time at
-        {first}, the smallest), {floor_percent} (floor over optimized) and {where} (at which x
-        optimized wins, in words), so that it cannot contradict the measurement, e.g.
-        "{speedup:.1f}x faster at {x} tokens"; a point that is flagged as noisy counts for none
+        {first}, the smallest), {floor_percent} (floor over optimized), {where} (at which x
+        optimized wins, in words) and {beside} (the same against the first library), so that it
+        cannot contradict the measurement, e.g. "{speedup:.1f}x as fast at {x} tokens"; a point that
+        is flagged as noisy counts for none
     inputs(x, device): the tuple of inputs of one size; every provider gets the same
     providers: {label: (role, make_fn)}, role as in plotting.ROLES; make_fn(*inputs) returns the
         function of no arguments to time, which returns its output; it raises Unavailable where it

@@ -18,6 +18,7 @@ TITLE_FACTS = (
     "optimized_growth",
     "floor_percent",
     "where",
+    "beside",
 )
 AHEAD = 1.05  # times as fast, from which on a figure calls it faster: clocks differ by less
 METRICS = {"time": "lower", "bandwidth": "higher", "flops": "higher"}  # metric -> which is better
@@ -129,7 +130,9 @@ def title_of(record: dict) -> str:
     """The message with its numbers filled in from the record, of points that are not noisy; says so
     where the numbers were not measured.
     """
-    naive, optimized = (medians(record, role, steady=True) for role in ("naive", "optimized"))
+    naive, optimized, library = (
+        medians(record, role, steady=True) for role in ("naive", "optimized", "library")
+    )
     facts = {}
     if common := sorted(set(naive) & set(optimized)):
         first, x = common[0], common[-1]
@@ -142,14 +145,20 @@ def title_of(record: dict) -> str:
     elif optimized:  # where nothing naive runs, as in a number of splits on a GPU
         first, x = min(optimized), max(optimized)
         facts |= {"first": first, "x": x, "optimized_growth": optimized[x] / optimized[first]}
+    if common := sorted(set(library) & set(optimized)):
+        facts["beside"] = where_faster(
+            {n: library[n] / optimized[n] for n in common}, record["x_name"]
+        )
     if optimized and record["floor_s"]:
         x = facts.setdefault("x", max(optimized))
         facts["floor_percent"] = 100 * record["floor_s"][record["x"].index(x)] / optimized[x]
     try:
         return record["title"].format(**facts)
-    except KeyError as missing:
-        name = record["name"].replace("_", " ")
-        return f"{name}: not enough was measured here to state its message ({missing.args[0]})"
+    except KeyError:
+        what = record["ylabel"][:1].upper() + record["ylabel"][1:]
+        if medians(record, "optimized") and not optimized:
+            return f"{what}: its runs differ too much for a message with a number"
+        return f"{what}: not enough was measured here for a message with a number"
 
 
 def where_faster(speedups: dict[int, float], x_name: str) -> str:

@@ -225,7 +225,9 @@ def assembled(ptx: str, name: str) -> dict[str, int]:
         said = run_ptxas(tool, re.sub(r"\.version [\d.]+", f".version {newest[1]}", ptx))
     if said.returncode:
         return {}
-    mine = said.stderr.partition(f"'{name}'")[2].partition("Compiling entry function")[0]
+    mine = said.stderr.partition(f"entry function '{name}'")[2].partition(
+        "Compiling entry function"
+    )[0]
     spilled = re.findall(r"(\d+) bytes spill", mine)
     registers = re.search(r"Used (\d+) registers", mine)
     return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spilled))}

@@ -86,6 +86,10 @@ EXPLAINED = {
         "sectors",
     ): "PTX loads each scale twice at one address, the assembler once",
 }
+# (lesson, function) -> why it launches another kernel today than the one that the GPU counted.
+REPLACED = {
+    ("19", "optimized"): "decode over codes has a kernel of its own, which multiplies codes"
+}
 SMALL = 131072  # bytes: of a launch that loads fewer, what the GPU itself reads is a large share
 
 
@@ -149,14 +153,16 @@ def measured() -> list[dict]:
 
 
 def pairs(lesson: str, launches: list[dict]):
-    """(theirs, our profile) of a lesson's launches, in a process that compiles for the chip. Raises
-    ValueError where ours launches other kernels.
+    """(theirs, our profile) of a lesson's launches, but for REPLACED, in a process that compiles
+    for the chip. Raises ValueError where ours launches other kernels.
     """
     from lessons.toolbox.profile.__main__ import functions_of, profiled
 
     functions, _ = functions_of(lesson)
     theirs = [launch for launch in launches if launch["lesson"] == lesson]
     for name in dict.fromkeys(launch["function"] for launch in theirs):
+        if (lesson, name) in REPLACED:
+            continue
         ours, _ = profiled(functions[name], "h200")
         mine = [launch for launch in theirs if launch["function"] == name]
         if [(x["kernel"], x["grid"]) for x in mine] != [

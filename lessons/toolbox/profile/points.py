@@ -21,10 +21,12 @@ import os
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lessons.toolbox.command import OneLineParser, run_command
@@ -114,7 +116,9 @@ def larger() -> Iterator[Point]:
 
 
 def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> list:
-    """Profiles of a sample of a call's programs. together: as in `counting`."""
+    """Profiles of a sample of a call's programs. together: as in `counting`. Warns where the sample
+    may say nothing about most of a grid.
+    """
     from lessons.toolbox.gpu.arguments import WATCHERS
     from lessons.toolbox.gpu.counters import counting
     from lessons.toolbox.measure.hardware import lookup
@@ -127,7 +131,25 @@ def profiled_sample(call: Callable, gpu: str = "h200", together: int = 1) -> lis
             call()
     finally:
         WATCHERS.remove(seen.append)
+    for launch in seen:
+        if is_one_index(launch.grid, launch.counts.programs):
+            warnings.warn(
+                f"{launch.kernel.name}: after the first, the {launch.ran} programs of the sample "
+                f"have one index in the first dimension of the grid {launch.grid} that is not 1, "
+                "so they say nothing about others",
+                stacklevel=2,
+            )
     return profiles(seen, lookup(gpu))
+
+
+def is_one_index(grid: tuple[int, int, int], programs: np.ndarray) -> bool:
+    """Whether programs, but for the first, share their index in the first dimension of the grid
+    that is not 1: equal distances may be as long as it is, or a few times as long.
+
+    example: grid (4, 5, 1), programs 0, 3, 7, 11, 15, 19 -> True, because all but 0 have index 3
+    """
+    fast = next((size for size in grid if size > 1), 1)
+    return len(programs) > 3 and len(np.unique(programs[1:] % fast)) == 1
 
 
 def predicted() -> Iterator[dict]:

@@ -91,11 +91,14 @@ def share(cost: Cost, launch, chip) -> float:
 
 def chosen_of(launch, together: int) -> tuple[list[int], float]:
     """So many programs, the longest among them, and how long all are on average, as a share of
-    these.
+    these. Turns of a loop that asks an mbarrier again and again add nothing to a length, because
+    how many there are depends on when the machine lets a warp go on.
     """
     count = len(launch.counts.programs)
     every = np.ones(count * launch.warps, dtype=bool)
-    lengths = sum((every if m is None else m).astype(np.int64) for _, m in launch.counts.path)
+    asks = [x.op in ("mbarrier", "bra") for x in launch.kernel.instructions]
+    path = [step for step in launch.counts.path if not asks[step[0]]]
+    lengths = sum((every if m is None else m).astype(np.int64) for _, m in path)
     lengths = lengths.reshape(count, launch.warps).sum(1)
     order = np.argsort(-lengths, kind="stable")
     chosen = [int(order[round(k)]) for k in np.linspace(0, count - 1, together)]

@@ -95,6 +95,19 @@ def _non_contiguous(x: Tensor) -> Tensor:
     return padded[..., : x.shape[-1]]
 
 
+def apart(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same numbers, x: [N, …, D] each, in larger tensors full of poison: no row follows the one
+    before, and no two tensors have the same strides, so a kernel that takes one for another's, or a
+    dense one, reads poison. The last dimension stays dense, and gaps are whole multiples of 8.
+    """
+    found = []
+    for number, x in enumerate(tensors, 1):
+        sizes = [x.shape[0], *(size + number for size in x.shape[1:-1]), x.shape[-1] + 8 * number]
+        larger = poisoned(sizes, x.dtype, x.device)
+        found.append(larger[tuple(slice(size) for size in x.shape)].copy_(x))
+    return tuple(found)
+
+
 FAR = 2**30 + 64  # elements: twice as many do not fit into an int32
 
 

@@ -1,5 +1,6 @@
 """/v1/completions, as OpenAI's legacy API and vLLM have it."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -68,10 +69,10 @@ class Completion:
         """One choice of an answer, or of a chunk."""
         body, call = self.body, self.run.call
         prompt = delta.index // call.params.n
-        text, ids, logprobs = delta.text, delta.token_ids, delta.logprobs or []
         if body.echo and body.max_tokens == 0:
-            self.run.usage.completion -= len(ids)
-            text, ids, logprobs = "", [], []
+            self.run.usage.completion -= len(delta.token_ids)
+            delta = replace(delta, text="", token_ids=[], logprobs=None, stop_reason=None)
+        text, ids, logprobs = delta.text, delta.token_ids, delta.logprobs or []
         if body.echo and is_first:
             text = self.texts[prompt] + text
             ids = call.prompts[prompt] + ids

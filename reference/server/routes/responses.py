@@ -24,7 +24,9 @@ from reference.server.tools import CalledTool, Part
 
 
 class ResponseAnswer:
-    """One response, whole or as events. items: the output so far."""
+    """One response, whole or as events. items: the output so far. untold: log-probabilities of
+    tokens whose text is not told yet, such as the first of a character that is several.
+    """
 
     def __init__(self, run: Run, body: ResponsesRequest):
         self.run = run
@@ -36,6 +38,7 @@ class ResponseAnswer:
         self.names = TokenNames(run.service.tokens, False)
         self.items: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None  # the message that text goes to
+        self.untold: list[dict[str, Any]] = []
         self.sequence = 0
 
     # ------------------------------------------------------------ the object
@@ -131,14 +134,17 @@ class ResponseAnswer:
                     yield self.event("response.created", response=self.response("in_progress"))
                     yield self.event("response.in_progress", response=self.response("in_progress"))
                 parts = self.reader.read(delta)
+                self.untold += self.logprobs(delta)
                 if delta.finish_reason is not None and not (parts or self.items):
                     parts = [""]
                 for part in parts:
                     for data in self.take(part):
                         yield data
                     if isinstance(part, str):
-                        yield self.text_delta(part, delta)
+                        yield self.text_delta(part)
                 if delta.finish_reason is not None:
+                    if self.untold and self.open is not None:  # of a last token without text
+                        yield self.text_delta("")
                     status, reason = self.end_of(delta)
                     for data in self.close(status):
                         yield data
@@ -159,9 +165,9 @@ class ResponseAnswer:
             failed["error"] = {"code": code, "message": body_of(error, "/v1")["error"]["message"]}
             yield self.event("response.failed", response=failed)
 
-    def text_delta(self, text: str, delta: Delta) -> bytes:
+    def text_delta(self, text: str) -> bytes:
         """New text of the open message."""
-        logprobs = self.logprobs(delta)
+        logprobs, self.untold = self.untold, []
         self.open["content"][0]["logprobs"] += logprobs
         at = self.items.index(self.open)
         return self.event("response.output_text.delta", item_id=self.open["id"], output_index=at,

@@ -44,6 +44,10 @@ answers.slips(
     - (codes - zero) * scale
     + (codes - zero - 1) * scale
 
+    zero_point_below_zero: lo is not above 0, so the zero point is -lo / scale, which is not below 0.
+    - torch.round(-low / scale)
+    + torch.round(low / scale)
+
     zero_point_not_whole: The zero point is stored in 4 bits, so it is a whole number, and 0.0 has a
         code.
     - torch.round(-low / scale)
@@ -246,6 +250,10 @@ answers.slips(
     - 4 + 8 / group_size
     + 4.0
 
+    nvfp4_groups_of_16: NVFP4 files have groups of 16. Here a scale serves group_size weights.
+    - 4 + 8 / group_size
+    + 4 + 8 / 16
+
     nvfp4_scales_of_16_bits: NVFP4's scales are stored in 8 bits.
     - 4 + 8 / group_size
     + 4 + 16 / group_size
@@ -310,6 +318,11 @@ answers.slips(
     NibblesSwappedWhenRead: You pack into the low bits first and read the high bits first.
     - [halves & 15, halves >> 4]
     + [halves >> 4, halves & 15]
+
+    PlusBeforeShift: In Python + binds tighter than <<, so low + high << 4 shifts both halves. Write
+        low | high << 4.
+    - (low | high << 4)
+    + (low + high << 4)
 
     NeighboursShareAByte: Neighbours share a byte in your layout. Here column i and column i + half
         of a group do.
@@ -530,6 +543,10 @@ answers.slips(
     - weight[:, j + 1 :] -=
     + weight[:, j + 1 :] +=
 
+    code_without_its_scale: A code means code · scale: take that from the weight, not the code.
+    - codes[:, j] * scale)
+    + codes[:, j])
+
     not_divided_by_the_diagonal: e is the error divided by U[j, j].
     - / factor[j, j]
 
@@ -691,6 +708,11 @@ answers.slips(
     + column = group * GROUP_SIZE + 2 * byte
     - column + HALF
     + column + 1
+
+    inputs_counted_as_bytes: A group has half as many bytes as inputs: its inputs begin at group ·
+        GROUP_SIZE.
+    - column = group * GROUP_SIZE + byte
+    + column = group * HALF + byte
 
     halves_of_a_row: The two halves are those of a group, not those of the whole row.
     - column = group * GROUP_SIZE + byte

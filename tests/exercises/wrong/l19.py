@@ -208,6 +208,11 @@ answers.slips(
     - row_scale(x) if x_scale is None else x_scale
     + row_scale(x)
 
+    codes_multiplied_as_they_are: int8 times int8 stays int8 and wraps around, and float8 has no
+        product with a float: convert the codes to float32 first.
+    - (x_codes.float() @ w_codes.float().T)
+    + (x_codes @ w_codes.T)
+
     multiplies_in_int8: 127 · 127 does not fit into int8: multiply in a wider type.
     - product = (x_codes.float() @ w_codes.float().T)
     + product = x_codes.float() @ w_codes.float().T
@@ -392,6 +397,10 @@ answers.slips(
     - earlier.round()
     + earlier.round().clamp(-128, 127)
 
+    upside_down_by_1: With a larger scale, codes become smaller: times old / new.
+    - (own / divisor)
+    + (divisor / torch.where(own > 0, own, 1.0))
+
     former_owner: Row 0 is the first of a sequence in this page: whose scale do you start from?
     - pages.k_scales[page] if row else torch.zeros_like(k)
     + pages.k_scales[page].nan_to_num(1.0)
@@ -563,6 +572,11 @@ answers.slips(
     nibbles_swapped: Value 2i is in the low four bits of byte i, value 2i + 1 in the high four.
     - column % 2 * 4
     + (1 - column % 2) * 4
+
+    a_byte_for_each_value: Two values share a byte: value c is in byte c // 2. You read byte c, which
+        is another value's, and after half of the columns another row's.
+    - column // 2,
+    + column,
 
     halves: Here neighbours share a byte: value c is in byte c // 2, not in byte c mod (D / 2).
     - column // 2,

@@ -44,6 +44,11 @@ answers.slips(
     - tile_experts,
     + tile_experts % len(weight),
 
+    unused_tiles_are_not_asked: A tile of expert −1 is not used: return before you load, because its
+        matrix would be in front of the first one.
+    - if expert < 0:
+    -     return
+
     unused_tiles_run_expert_0: A tile of expert −1 is not used, and its places are old: return at
         once.
     - if expert < 0:

@@ -52,7 +52,8 @@ def rescale(tile, alpha, COLUMNS: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def exp2_by_polynomial(x):
-    """2^x to within 3e-6 of its value, for x <= 127; 0 from -127 down. x: float32.
+    """2^x to within 3e-6 of its value, for -126 <= x <= 127. Below that, something between 0 and
+    2^-126; 0 from -127 down. x: float32.
 
     x = n + f with an integer n and |f| <= 1/2. A polynomial gives 2^f, and to multiply that by 2^n
     is to add n to its exponent.

@@ -115,7 +115,7 @@ class LatentRows:
 def rows_of(config: ModelConfig, dtype: torch.dtype) -> LatentRows:
     """The rows for a model's latents. Raises ValueError for a model that has none."""
     if config.mla is None or config.state is not None:
-        refuse("kv_cache_dtype", NAME, "another format, because this model stores no latents")
+        refuse("kv_cache_dtype", NAME, "another format, because such models store no latents")
     return LatentRows(config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
 
 
