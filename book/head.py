@@ -11,6 +11,8 @@ import struct
 from functools import cache
 from pathlib import Path
 
+from book.search import language_of
+
 IMAGE = re.compile(r'<img\b(?P<rest>[^>]*?\bsrc="[^"]*?_images/(?P<name>[^"]+)"[^>]*?)\s*/?>')
 AT_ONCE = 1  # pictures of a page that are loaded with it, the others when a reader comes near
 PIXELS = {"pt": 4 / 3, "px": 1, "": 1}  # of a browser
@@ -69,7 +71,10 @@ def prepare(app, page: str, template: str, context: dict, doctree) -> None:
     """What Sphinx calls before it writes a page."""
     files = {name: Path(app.srcdir, uri) for uri, name in app.builder.images.items()}
     if body := context.get("body"):
-        context["body"] = with_sizes(body, files)
+        body = with_sizes(body, files)
+        # before a script could say so, because lines of Korean break elsewhere
+        is_korean = language_of(page) == "ko"
+        context["body"] = f'<div lang="ko">{body}</div>' if is_korean else body
     if not page.startswith(("notebooks/", "ko/notebooks/")):
         styles = context["css_files"]
         context["css_files"] = [one for one in styles if "mystnb" not in str(one.filename)]

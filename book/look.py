@@ -36,6 +36,13 @@ BROKEN = "[...document.images].filter((i) => !i.naturalWidth).map((i) => i.src)"
 CUT = """[...document.querySelectorAll('article pre')]
   .filter((code) => code.scrollWidth > code.clientWidth + 1).map((code) => code.textContent)"""
 UNSIZED = "[...document.querySelectorAll('article img:not([width])')].map((i) => i.src)"
+# how much of a page moved while it came, as Chromium counts it: 0.1 is the most that is called good
+MOVED = """new Promise((answer) => {
+  let sum = 0;
+  const add = (list) => list.getEntries().forEach((shift) => (sum += shift.value));
+  new PerformanceObserver(add).observe({ type: "layout-shift", buffered: true });
+  setTimeout(() => answer(sum), 100);
+})"""
 # words of a drawing that is moved: less than 10 pixels high, or outside the drawing
 UNREADABLE = """[...document.querySelectorAll('.playground svg text')].filter((words) => {
   const at = words.getBoundingClientRect(), all = words.ownerSVGElement.getBoundingClientRect();
@@ -102,11 +109,12 @@ def in_window(browser: Browser, html: Path, page: str, width: int, scheme: str) 
     tab.wait_for_load_state("networkidle")
     step(*where, "waiting for its Python")
     tab.wait_for_function(ANSWERED)
+    moved = tab.evaluate(MOVED)
     step(*where, "loading its pictures")
     tab.evaluate(ALL_PICTURES)
     tab.wait_for_function(ARE_LOADED)
     step(*where, "measuring it")
-    found = {"page": page, "width": width, "scheme": scheme, "errors": errors}
+    found = {"page": page, "width": width, "scheme": scheme, "errors": errors, "moved": moved}
     found |= {"broken": tab.evaluate(BROKEN), "unsized": tab.evaluate(UNSIZED)}
     found |= {"too_wide": tab.evaluate(TOO_WIDE), "unreadable": tab.evaluate(UNREADABLE)}
     found |= {"bytes": size_of(loaded), "language": tab.evaluate(LANGUAGE)}

@@ -62,7 +62,7 @@ def looked(book: list[str], *words: str, seconds: float = SECONDS) -> list[dict]
             last = steps.strip().rpartition("\n")[2] or "before its first step"
             pytest.fail(f"{' '.join(words)}: not done after {seconds} s: {last}", pytrace=False)
     if running.returncode:
-        pytest.fail(f"{' '.join(words)} stopped: {steps[-1500:]}", pytrace=False)
+        pytest.fail(f"{' '.join(words)} stopped: {steps}", pytrace=False)
     return [json.loads(line) for line in answers.splitlines()]
 
 
@@ -72,6 +72,8 @@ def faults(look: dict) -> list[str]:
     found += [f"console: {one}" for one in look["errors"]]
     found += [f"picture that did not load: {one}" for one in look["broken"]]
     found += [f"picture without a size, which moves what follows: {one}" for one in look["unsized"]]
+    if look["moved"] > 0.1:
+        found.append(f"moved while it came: {look['moved']:.2f}, of at most 0.1")
     found += [f"words that are cut or too small: {one}" for one in look["unreadable"]]
     if look["too_wide"] > 0:
         found.append(f"width: {look['too_wide']} pixels wider than the window")
