@@ -112,7 +112,7 @@ def test_stand_in(window, seed):
     trees = [BRANCHES, None, full_tree([2, 2])]
     inputs, table = tree_inputs(trees, [0, 9, 0], [20, 12, 7], block_size=4, seed=seed)
     names = ("block_table", "cu_seqlens_q", "context_lens")
-    batch = SimpleNamespace(tree=table, **{name: getattr(inputs, name) for name in names})
+    batch = SimpleNamespace(tree=table, lengths=None, **{n: getattr(inputs, n) for n in names})
     got = stand_ins.prefill(*inputs[:3], batch, 16**-0.5, window)
     torch.testing.assert_close(got, path_attention(*inputs, table, window=window))
 

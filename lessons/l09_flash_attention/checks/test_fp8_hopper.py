@@ -17,6 +17,7 @@ from lessons.toolbox.gpu.gluon import on_the_machine
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.kernels.kernel_hash import kernel_hash
 from lessons.toolbox.measure.hardware import lookup
+from lessons.toolbox.profile.replay import CONSTANTS
 from lessons.toolbox.proof.numerics import (
     ATTENTION_INPUTS,
     assert_same_bits,
@@ -174,7 +175,7 @@ def test_the_predictions_are_of_these_kernels():
 
 def test_programs_are_continued_to_a_prompt():
     """A program of n tiles takes 1000 + 100 n clocks: 64 of 64 tiles, or of 1 to 64, for each of 32
-    heads.
+    heads. The busiest of the SMs has no more than its share and one program more.
     """
     runs = {
         keys: dict.fromkeys(("issued", "passes"), 0) | {"clocks": 1000 + 100 * keys / 128}
@@ -184,6 +185,7 @@ def test_programs_are_continued_to_a_prompt():
     for causal, tiles in ((False, 64 * 64), (True, 64 * 65 / 2)):
         found = eight_bits.continued(runs, causal)["8192"]["predicted_s"]
         chip = lookup("h200")
-        assert found == pytest.approx(
-            32 * (64 * 1000 + tiles * 100) / chip.sm_count / chip.clock_hz
-        )
+        clocks = found * chip.clock_hz - CONSTANTS.launch
+        share = 32 * (64 * 1000 + tiles * 100) / chip.sm_count
+        assert share < clocks < share + 1000 + 64 * 100
+        assert causal or clocks == pytest.approx(16 * (1000 + 64 * 100))  # 2048 on 132 SMs

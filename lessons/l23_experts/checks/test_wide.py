@@ -268,12 +268,12 @@ def test_a_planted_bug_is_seen(bug, tmp_path, monkeypatch):
 
 
 def test_the_record_says_what_is_gained():
-    """Large experts: two thirds of the peak are predicted. In groups memory gives less."""
+    """Large experts: 60 % of the peak is predicted. In groups memory gives less."""
     record = json.loads(prefill.RECORD.read_text(encoding="utf-8"))
     large, small_ones = record["Mixtral 8x7B"]["4096"], record["Qwen3-30B-A3B"]["4096"]
-    assert large["more/wide.py"]["peak_share"] > 0.65 > large["kernels.py"]["peak_share"]
-    for each in (large, small_ones):
-        assert each["more/wide.py"]["predicted_s"] < 0.8 * each["kernels.py"]["predicted_s"]
+    assert large["more/wide.py"]["peak_share"] > 0.6 > large["kernels.py"]["peak_share"]
+    for each, share in ((large, 0.65), (small_ones, 0.9)):
+        assert each["more/wide.py"]["predicted_s"] < share * each["kernels.py"]["predicted_s"]
         assert each["order"]["once_gb"] < each["order"]["in_groups"] < each["order"]["rows_first"]
         assert {k["spill_bytes"] for k in each["more/wide.py"]["kernels"].values()} == {0}
 

@@ -57,11 +57,13 @@ def paragraph(found: list[Pair], lost: Sequence[str] = ()) -> str:
     ratios = [pair.ratio for pair in found]
     worse = [p for p in found if p.spills_differ and p.earlier.spill_bytes]
     better = [p for p in found if p.spills_differ and p.pinned.spill_bytes]
+    slow = [f"`{p.pinned.name}`" for p in found if p.earlier.serialized_wgmma]
     return (
         f"{found[0].earlier.compiler.capitalize()}, which a machine with torch 2.11 has, has "
         f"compiled {len(found)} of these launches for sm_90. Its code has {min(ratios):.2f} to "
         f"{max(ratios):.2f} times the instructions, in the median {median(ratios):.2f} times. "
         f"{listed(worse, 'It alone spills in')} {listed(better, 'It alone spills nothing in')}"
+        + (f" It alone waits for each product in {', '.join(slow)}." if slow else "")
         + (f" It cannot compile {', '.join(f'`{name}`' for name in lost)}." if lost else "")
     )
 
