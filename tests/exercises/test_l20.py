@@ -327,8 +327,12 @@ def over_all_tokens(inputs, size):
     return want
 
 
-def shared_tokens(seed, size, lengths, spread=1.0, padding=0.0, low=0.0, heads=2, dim=4, v_dim=3):
-    """Inputs without `ranks`. Rows that hold no token are `padding`."""
+def shared_tokens(
+    seed, size, lengths, spread=1.0, padding=0.0, low=0.0, last=0.0, heads=2, dim=4, v_dim=3
+):
+    """Inputs without `ranks`. Rows that hold no token are `padding`. last: how long the first key
+    of the last rank is, in the direction of the first head's query; 0: as all others.
+    """
     g = torch.Generator().manual_seed(seed)
     batch, rows = len(lengths), -(-max(lengths) // size) + 1
 
@@ -342,6 +346,8 @@ def shared_tokens(seed, size, lengths, spread=1.0, padding=0.0, low=0.0, heads=2
         for b, length in enumerate(lengths):
             own = len(range(rank, length, size))
             keys[rank][b, own:] = values[rank][b, own:] = padding
+    if last:
+        keys[-1][:, 0] = last * torch.nn.functional.normalize(qs[0][:, 0], dim=-1)
     return dict(
         qs=qs, keys=keys, values=values, context_lens=torch.tensor(lengths), softmax_scale=0.7
     )
@@ -359,7 +365,10 @@ TOKEN_CASES = {  # name: (options of shared_tokens, why)
         dict(size=4, lengths=[1, 2, 5], low=6.0),
         "all scores are far below 0, and a rank without a token says nothing",
     ),
-    "large": (dict(size=2, lengths=[9, 4], spread=60.0), "exp overflows without the maximum"),
+    "large": (
+        dict(size=2, lengths=[9, 4], spread=60.0, last=8.0),
+        "exp overflows without the maximum, or with that of one rank",
+    ),
     "v_width": (dict(size=2, lengths=[5], v_dim=6), "values wider than keys"),
     "many_heads": (dict(size=3, lengths=[8, 3], heads=4), "a rank's heads stay in their order"),
     "alone": (dict(size=1, lengths=[5, 1]), "one rank has all tokens"),
