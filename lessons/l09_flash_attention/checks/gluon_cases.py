@@ -12,6 +12,9 @@ from lessons.toolbox.measure.device import compiled_chip, default_device
 from lessons.toolbox.proof.numerics import NotEquivalent, attention_inputs, floor_for, prove
 
 DEVICE = default_device()
+# Of a prompt, around the 64 rows of a group of warps and the 128 of a program on Hopper.
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
+LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # a CPU takes a second for 10 tiles
 
 
 def inputs(

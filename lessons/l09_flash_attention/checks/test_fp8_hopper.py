@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lessons.l09_flash_attention.checks.fp8_cases import KERNEL, of_different_sizes, proved
-from lessons.l09_flash_attention.checks.gluon_cases import DEVICE, inputs, need_chip, need_no_gpu
+from lessons.l09_flash_attention.checks.gluon_cases import LENGTHS, LONG, inputs
 from lessons.l09_flash_attention.hopper import rings
 from lessons.l09_flash_attention.hopper.gluon_fp8 import flash_fp8_hopper_kernel
 from lessons.l09_flash_attention.hopper.launch import tiles_of
@@ -22,20 +22,6 @@ from lessons.toolbox.proof.numerics import (
     ATTENTION_INPUTS,
     assert_same_bits,
 )
-
-LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
-LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # a CPU takes a second for 10 tiles
-
-
-@pytest.fixture
-def hopper_or_cpu():
-    need_chip(90)
-
-
-@pytest.fixture
-def compiled_on_cpu(hopper_or_cpu):
-    need_no_gpu()
-
 
 # ---------------------------------------------------------------- equal to the twin
 

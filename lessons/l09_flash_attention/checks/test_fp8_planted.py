@@ -10,25 +10,12 @@ from lessons.l09_flash_attention.checks.fp8_cases import KERNEL, of_different_si
 from lessons.l09_flash_attention.checks.gluon_cases import (
     DEVICE,
     inputs,
-    need_chip,
-    need_no_gpu,
     with_bug,
 )
 from lessons.l09_flash_attention.hopper import gluon_fp8, rings, transpose, weights
 from lessons.l09_flash_attention.naive import attention
 from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.proof.numerics import NotEquivalent
-
-
-@pytest.fixture
-def hopper_or_cpu():
-    need_chip(90)
-
-
-@pytest.fixture
-def compiled_on_cpu(hopper_or_cpu):
-    need_no_gpu()
-
 
 # ---------------------------------------------------------------- planted bugs
 

@@ -8,10 +8,9 @@ import torch
 
 from lessons.l09_flash_attention.checks import gluon_cases
 from lessons.l09_flash_attention.checks.gluon_cases import (
-    DEVICE,
+    LENGTHS,
+    LONG,
     inputs,
-    need_chip,
-    need_no_gpu,
     with_bug,
 )
 from lessons.l09_flash_attention.hopper import gluon_flash as hopper
@@ -22,22 +21,9 @@ from lessons.toolbox.gpu.faults import Fault
 from lessons.toolbox.kernels.compile_check import check_all
 from lessons.toolbox.proof.numerics import ATTENTION_INPUTS, NotEquivalent
 
-LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
-LONG = [1000, 4097] if DEVICE.type == "cuda" else []  # a CPU takes a second for 10 tiles
-
 
 def proved(q, k, v, causal, kernel=hopper.flash_attention_hopper, name="normal"):
     return gluon_cases.proved(q, k, v, causal, kernel, name)
-
-
-@pytest.fixture
-def hopper_or_cpu():
-    need_chip(90)
-
-
-@pytest.fixture
-def compiled_on_cpu(hopper_or_cpu):
-    need_no_gpu()
 
 
 # ---------------------------------------------------------------- equal to the oracle

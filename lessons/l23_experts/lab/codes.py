@@ -14,7 +14,7 @@ import torch
 
 from lessons.l18_weight_quantization.weights import MXFP4_BLOCK, TILE
 from lessons.l23_experts import optimized
-from lessons.l23_experts.lab.sampled import profiled
+from lessons.l23_experts.lab.sampled import chosen_evenly, profiled
 from lessons.l23_experts.more import fp8, mxfp4
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.measure.hardware import CHIPS
@@ -56,8 +56,7 @@ BITS = {"16 bits": 16, "mxfp4": 4.25, "fp8": 8 + 32 / TILE**2}
 def chosen_of(layer: str, num_tokens: int) -> torch.Tensor:
     """[T, k], the same at each call."""
     num_experts, top_k, *_ = LAYERS[layer]
-    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
-    return scores.topk(top_k).indices
+    return chosen_evenly(num_tokens, num_experts, top_k)
 
 
 def floor_s(form: str, num_tokens: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lessons.l23_experts import optimized
 from lessons.l23_experts.lab.orders import memory_bytes
-from lessons.l23_experts.lab.sampled import profiled
+from lessons.l23_experts.lab.sampled import chosen_evenly, profiled
 from lessons.l23_experts.more import wide
 from lessons.toolbox.gpu.another_process import call
 from lessons.toolbox.measure.hardware import CHIPS
@@ -29,8 +29,7 @@ WAYS = {"kernels.py": optimized, "more/wide.py": wide}
 def chosen_of(num_tokens: int, layer: str) -> Tensor:
     """[T, k], the same at each call: the most rows of an expert decide how many tiles there are."""
     num_experts, top_k, *_ = LAYERS[layer]
-    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
-    return scores.topk(top_k).indices
+    return chosen_evenly(num_tokens, num_experts, top_k)
 
 
 def inputs_of(num_tokens: int, layer: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,9 +10,16 @@ from contextlib import ExitStack
 from types import ModuleType
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from lessons.l23_experts.align import Alignment, align
+
+
+def chosen_evenly(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    """The experts of each token by an even router, [T, k] int64, the same at each call."""
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(23))
+    return scores.topk(top_k).indices
 
 
 def align_used(chosen: Tensor, num_experts: int, block_m: int) -> Alignment:
